@@ -1,0 +1,53 @@
+# Each target sets itself up on a fresh machine; `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.rerail-setup
+ARGS ?=
+
+.PHONY: help setup check format test demo bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   virtual environment in .venv, with rerail and its tools"
+	@echo "make demo    four ranks train a small GPT while things break"
+	@echo "make test    all tests"
+	@echo "make check   ruff, mypy --strict, import layers, module sizes"
+	@echo "make format  let ruff fix and format"
+	@echo "make bench   recovery benchmark (ARGS=--quick for a short one)"
+	@echo "make clean   remove caches and build output; .venv stays"
+
+setup: $(STAMP)
+
+# torch comes first and by itself: the wheel that the machine's pip settings prefer (a CPU build, say) then satisfies the pin.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "rerail needs Python 3.11 or newer: make setup PYTHON=python3.11" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(STAMP)
+	$(BIN)/pytest -n 2 $(ARGS)
+
+demo: $(STAMP)
+	@$(BIN)/rerail demo $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python bench/recovery.py $(ARGS)
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis bench/results
+	find src tests bench examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +

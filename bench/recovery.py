@@ -1,0 +1,187 @@
+"""Measures every figure rerail promises, side by side with torchrun in one run, and prints a table.
+
+    python bench/recovery.py [--quick] [--json FILE] [--only NAME]
+
+Model for timings: GPT of 10.5 M parameters, 4 ranks, gloo, one thread each. Clock: from the signal to the first completed step
+of a new process, seen from outside. Cold start: from the launcher's start to the first completed step of all ranks, same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from scenarios import (
+    Recovery,
+    disturbed_weights,
+    freeze,
+    many_kills,
+    overhead,
+    rerail_kill,
+    second_fault,
+    torchrun_kill,
+)
+from table import Figure, render, write
+
+Scenario = Callable[[Path, "Scale"], list[Figure]]
+
+
+class Scale:
+    """How often each thing is done: as the figures demand, or quickly to see that all works."""
+
+    def __init__(self, quick: bool) -> None:
+        self.repeats = 1 if quick else 3
+        self.kills = 5 if quick else 50
+        self.weight_kills = 2 if quick else 10
+        self.pairs = 2 if quick else 20
+        self.blocks = 12 if quick else 60
+
+
+def recovery(folder: Path, scale: Scale) -> list[Figure]:
+    """SIGKILL to first step: rerail, and torchrun with and without the shared store, taking turns."""
+    mine: list[Recovery] = []
+    unshared: list[Recovery] = []
+    shared: list[Recovery] = []
+    lost = 0
+    for repeat in range(scale.repeats):
+        victim = (repeat + 1) % 4
+        mine.append(rerail_kill(folder / f"rerail-{repeat}", victim))
+        unshared.append(torchrun_kill(folder / f"unshared-{repeat}", victim, share_store=False))
+        try:
+            shared.append(torchrun_kill(folder / f"shared-{repeat}", victim, share_store=True))
+        except RuntimeError:
+            lost += 1  # torchrun's restart race: it did not come back within two minutes
+    times = [theirs.recovery_s / ours.recovery_s for ours, theirs in zip(mine, unshared, strict=True)]
+    ratios = tuple(one.ratio for one in mine)
+    restarts = " ".join(str(one.attempts) for one in shared)
+    note = f"restarts used: {restarts}" + (f"; {lost} of {scale.repeats} never came back" if lost else "")
+    return [
+        Figure("rerail: SIGKILL to first step", "s", tuple(one.recovery_s for one in mine)),
+        Figure("rerail: cold start", "s", tuple(one.cold_s for one in mine)),
+        Figure("rerail: recovery / cold start", "ratio", ratios, "<= 0.05", statistics.median(ratios) <= 0.05),
+        Figure("torchrun: recovery, store not shared", "s", tuple(one.recovery_s for one in unshared)),
+        Figure("torchrun: cold start", "s", tuple(one.cold_s for one in unshared)),
+        Figure("torchrun: recovery / cold start", "ratio", tuple(one.ratio for one in unshared)),
+        Figure("torchrun: recovery, default", "s", tuple(one.recovery_s for one in shared), note=note),
+        Figure("rerail against torchrun", "x", tuple(times), ">= 15x", statistics.median(times) >= 15, "", True),
+    ]
+
+
+def kills(folder: Path, scale: Scale) -> list[Figure]:
+    """Attempts per fault and survivors' process ids over many kills of random ranks."""
+    attempts, kept, seconds = many_kills(folder / "kills", scale.kills, seed=2)
+    single = sum(1 for count in attempts if count == 1)
+    return [
+        Figure(
+            "one attempt per fault", "", (), "all", single == scale.kills == len(attempts), f"{single} of {scale.kills}"
+        ),
+        Figure("survivors kept their process", "", (), "all", kept == scale.kills, f"{kept} of {scale.kills} kills"),
+        Figure("small model: SIGKILL to first step", "s", tuple(seconds), note=f"worst {max(seconds):.2f} s"),
+    ]
+
+
+def stop(folder: Path, scale: Scale) -> list[Figure]:
+    """SIGSTOP without any setting."""
+    found = [freeze(folder / f"freeze-{repeat}", victim=(repeat + 1) % 4) for repeat in range(scale.repeats)]
+    limit = max(2.0, 3 * statistics.median(step for _, step, _ in found))
+    in_time = all(seconds <= max(2.0, 3 * step) for seconds, step, _ in found)
+    named = sum(1 for _, _, culprit in found if culprit)
+    return [
+        Figure(
+            "SIGSTOP: found and ended after",
+            "s",
+            tuple(seconds for seconds, _, _ in found),
+            f"<= {limit:.2f} s",
+            in_time,
+        ),
+        Figure("SIGSTOP: culprit named", "", (), "all", named == len(found), f"{named} of {len(found)}"),
+    ]
+
+
+def weights(folder: Path, scale: Scale) -> list[Figure]:
+    """Final weights after random kills against those of the undisturbed run."""
+    figures = []
+    for parallel in ("ddp", "fsdp"):
+        wanted, _ = disturbed_weights(folder / f"{parallel}-calm", parallel, 0, seed=3)
+        found, count = disturbed_weights(folder / f"{parallel}-killed", parallel, scale.weight_kills, seed=3)
+        name = f"{parallel.upper()}: weights after {count} kills"
+        figures.append(Figure(name, "", (), "identical", found == wanted, f"{found[:12]} / {wanted[:12]}"))
+    return figures
+
+
+def cost(folder: Path, scale: Scale) -> list[Figure]:
+    """What rerail costs while nothing fails."""
+    values = overhead(folder / "overhead", scale.blocks)
+    middle = statistics.median(values)
+    spread = f"{len(values)} pairs of blocks, quartiles {' '.join(f'{q:.2f}' for q in statistics.quantiles(values))}"
+    return [Figure("cost when nothing fails, 20 ms step", "%", tuple(values), "<= 1 %", middle <= 1.0, spread)]
+
+
+def pairs(folder: Path, scale: Scale) -> list[Figure]:
+    """A second fault during a recovery."""
+    recovered = second_fault(folder / "pairs", scale.pairs, seed=4)
+    return [
+        Figure(
+            "second fault during a recovery", "", (), "all", recovered == scale.pairs, f"{recovered} of {scale.pairs}"
+        )
+    ]
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "recovery": recovery,
+    "kills": kills,
+    "stop": stop,
+    "weights": weights,
+    "cost": cost,
+    "pairs": pairs,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="few repeats: to see that everything works, not to quote")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--only", choices=tuple(SCENARIOS), action="append", help="this scenario only; may be repeated")
+    parser.add_argument("--keep", action="store_true", help="keep journals and logs, and say where")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="rerail-bench-"))
+    figures: list[Figure] = []
+    for name in args.only or SCENARIOS:
+        print(f"{name}: {SCENARIOS[name].__doc__}", file=sys.stderr, flush=True)
+        try:
+            figures += SCENARIOS[name](folder, Scale(args.quick))
+        except Exception as error:  # one broken scenario must not hide the others' figures; it counts as missed
+            traceback.print_exc()
+            figures.append(Figure(name, "", (), "", False, f"failed: {str(error).splitlines()[0]}"))
+    print(f"\n{render(figures)}\n\n{' · '.join(f'{key} {value}' for key, value in machine().items())}")
+    if args.json:
+        write(args.json, figures, machine())
+    if args.keep:
+        print(f"kept: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if all(figure.ok is not False for figure in figures) else 1
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"cores": len(os.sched_getaffinity(0)), "memory": memory, "load at the end": load, **versions}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

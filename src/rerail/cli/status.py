@@ -1,0 +1,69 @@
+"""`rerail status [JOB]`: how a job stands, asked of its live controller, or how it ended. Called by `cli.main`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rerail.report.summary import find_run, reading, reports
+
+ASK_S = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", default="", help="the job; the newest when not given")
+    parser.add_argument("--run-dir", default="", help="the job's run directory, if it was started with one")
+    parser.add_argument("--json", action="store_true", help="what the controller answers, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print how the job stands."""
+    folder = find_run(args.job, args.run_dir)
+    live = ask(folder)
+    status = live if live is not None else _from_journal(folder)
+    print(json.dumps(status) if args.json else _text(status, folder))
+    return 0
+
+
+def ask(folder: Path) -> dict[str, Any] | None:
+    """The live controller's answer, or None when there is none."""
+    try:
+        where = json.loads((folder / "controller.json").read_text())
+        host = f"[{where['host']}]" if ":" in where["host"] else where["host"]
+        request = urllib.request.Request(
+            f"http://{host}:{where['port']}/status", headers={"Authorization": f"Bearer {where.get('token', '')}"}
+        )
+        with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return {**found, "live": True}
+    except (OSError, ValueError, KeyError, urllib.error.URLError):
+        return None
+
+
+def _from_journal(folder: Path) -> dict[str, Any]:
+    with reading(folder) as journal:
+        state = journal.state()
+        count = len(reports(journal))
+    code = state.get("exit_code")
+    return {"job": folder.name, "live": False, "exit_code": code, "incidents": count}
+
+
+def _text(status: dict[str, Any], folder: Path) -> str:
+    if not status["live"]:
+        code = status["exit_code"]
+        how = "ended without a word (killed?)" if code is None else f"ended with exit code {code}"
+        return f"job {status['job']}: {how}, {status['incidents']} incidents\n  {folder}\nmore: rerail incidents"
+    lines = [
+        f"job {status['job']}: step {status['version']:,}, generation {status['generation']} ({status['stage']}), "
+        f"{status['incidents']} incidents, {status['restarts_used']} restarts"
+    ]
+    for node in status["nodes"]:
+        there = "connected" if node["connected"] else "away"
+        lines.append(f"  node {node['node']}: {there}, {node['standbys']} standbys warm, {node['warming']} warming")
+    for rank in status["ranks"]:
+        lines.append(f"  rank {rank['rank']:<4} {rank['node']}  {rank['state']:<12} step {rank['version']:,}")
+    return "\n".join([*lines, "more: rerail incidents · rerail report"])

@@ -1,0 +1,158 @@
+"""Everything that can be set: what to run (`JobSpec`) and how to behave (`Settings`).
+
+Order of precedence: explicit argument > environment (`RERAIL_<NAME>`) > file (`rerail.toml`) > default.
+Called by `cli.run`, `runtime.launcher`, the controller and the agents.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rerail.errors import ConfigError
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+"""Failed; a scheduler may requeue the job."""
+EXIT_DO_NOT_REQUEUE = 93
+"""No progress, or the verdict is that another try cannot help."""
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run and where: torchrun's flags after parsing. The same on every node but for the last group."""
+
+    job: str
+    """Name of this run: --rdzv-id if given, else made up. Also TORCHELASTIC_RUN_ID."""
+    script: str
+    script_args: tuple[str, ...] = ()
+    module: bool = False
+    """-m: `script` is a module name."""
+    no_python: bool = False
+    """`script` is a program of its own: run as is, without warm standbys."""
+    run_path: bool = False
+    """--run-path: run the script by runpy.run_path in the rank's interpreter."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    endpoint_host: str = "127.0.0.1"
+    endpoint_port: int = 0
+    """The controller's address. Port 0 picks a free one, possible on a single node only."""
+    master_addr: str = ""
+    master_port: int = 0
+    """As asked for by --master-port; 0 picks a free one for each attempt."""
+    role: str = "default"
+    max_restarts: int = -1
+    """Restarts of all ranks that are allowed; -1 leaves it to the settings. In-place repairs do not count."""
+    shutdown_grace_s: float = 5.0
+    """Seconds between SIGTERM and SIGKILL when the job ends (--shutdown-timeout)."""
+    # this node
+    slots: int = 1
+    """Ranks on this node (--nproc-per-node)."""
+    node_rank: int = -1
+    hosts_controller: bool = True
+    """Whether the controller runs on this node."""
+    local_addr: str = "127.0.0.1"
+    run_dir: str = ""
+    """Journal, logs and the controller's address are kept here."""
+    log_dir: str = ""
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: tuple[int, ...] = ()
+    stdout_filters: tuple[str, ...] = ()
+    """--duplicate-stdout-filters: lines with these substrings also go to one file for all ranks."""
+    stderr_filters: tuple[str, ...] = ()
+    signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    virtual_local_rank: bool = False
+    numa_binding: str = ""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How rerail behaves. Every field can stand in rerail.toml and as RERAIL_<NAME> in the environment."""
+
+    standbys: int = 1
+    """Warm processes kept per node. 1: faults mostly come one at a time, and each costs the memory of an imported torch."""
+    max_restarts: int = 3
+    """Restarts of all ranks before the job is given up with exit code 1. 3: what torchrun's users commonly set."""
+    no_progress_limit: int = 3
+    """Incidents without one new completed step in between before the job is stopped with exit code 93."""
+    hang_floor_s: float = 2.0
+    """Seconds without progress below which no rank is called hung, however short its steps are."""
+    hang_factor: float = 3.0
+    """A rank is called hung after this many times its median step, if that is more than the floor."""
+    busy_floor_s: float = 60.0
+    """The same floor for a rank that burns CPU: it may be compiling or loading."""
+    busy_factor: float = 20.0
+    """The same factor for a rank that burns CPU."""
+    beat_s: float = 0.1
+    """Seconds between two beats of a rank's watcher thread and between two looks of the agent."""
+    agent_lost_s: float = 5.0
+    """Seconds without a word from an agent before it counts as lost. A closed connection counts after `agent_back_s`."""
+    agent_back_s: float = 2.0
+    """Seconds an agent whose connection broke has to come back (a new controller, a hiccup) before it is lost."""
+    park_timeout_s: float = 30.0
+    """Seconds a survivor may take to run out an interrupted step, at least; ten median steps if that is more."""
+    build_timeout_s: float = 600.0
+    """Seconds a newcomer may take to import, build and rehearse before it is given up."""
+    echo_window_s: float = 0.5
+    """Seconds to wait for a root cause when only echoes (failed collectives) have been seen."""
+    snapshot_every: int = 0
+    """Steps between memory snapshots; 0 lets rerail choose so that they cost at most `snapshot_cost` of the time."""
+    snapshot_cost: float = 0.005
+    """Share of the step time that snapshots may take when `snapshot_every` is 0."""
+
+
+def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ, **explicit: Any) -> Settings:
+    """Settings from file, environment and explicit arguments, in rising precedence."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        values.update(_from_file(path))
+    known = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    for name in known:
+        raw = env.get(f"RERAIL_{name.upper()}")
+        if raw is not None:
+            values[name] = _number(raw, f"environment variable RERAIL_{name.upper()}")
+    values.update({name: value for name, value in explicit.items() if value is not None})
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"setting not accepted: {error}") from error
+    _check_ranges(settings)
+    return settings
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    known = [field.name for field in msgspec.structs.fields(Settings)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{path}: unknown setting {name!r}{hint}")
+    return values
+
+
+def _number(raw: str, origin: str) -> int | float:
+    try:
+        return int(raw)
+    except ValueError:
+        try:
+            return float(raw)
+        except ValueError:
+            raise ConfigError(f"{origin} is {raw!r}, but a number is needed") from None
+
+
+def _check_ranges(settings: Settings) -> None:
+    for field in msgspec.structs.fields(Settings):
+        value = getattr(settings, field.name)
+        if value < 0:
+            raise ConfigError(f"setting {field.name} is {value}, but must not be negative")

@@ -1,0 +1,49 @@
+"""How often things have gone wrong, and how often they still may: turns a Diagnosis into updated counters.
+
+Pure; the values live in the journal and so survive the controller. Called by `decide.choose` and `runtime.controller`.
+
+Repairs in place are free as long as training moves between them. What is counted is standing still: incidents without a
+step that had never been completed before. A script that knows nothing of rerail has no steps; there the same
+exception on the same rank counts as standing still.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rerail.flow import Diagnosis
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one job."""
+
+    restarts_used: int = 0
+    high_version: int = -1
+    """The highest version any rank had completed when the last incident was counted."""
+    stuck: int = 0
+    """Incidents, the current one included, since a new step was completed."""
+    raised_version: int = -1
+    raised_count: int = 0
+    """How often the step after `raised_version` has raised."""
+    error_key: str = ""
+    error_count: int = 0
+    """How often in a row the same error on the same rank has ended an attempt."""
+
+    def note(self, diagnosis: Diagnosis, high_version: int, *, aware: bool) -> Budget:
+        """Count one incident."""
+        moved = high_version > self.high_version
+        raised = not diagnosis.lost and diagnosis.rule not in ("collective-alone", "takeover")
+        again = raised and diagnosis.step == self.raised_version and not moved
+        key = "" if aware else f"{diagnosis.code}|{diagnosis.summary}"
+        return Budget(
+            restarts_used=self.restarts_used,
+            high_version=max(high_version, self.high_version),
+            stuck=1 if moved else self.stuck + 1,
+            raised_version=diagnosis.step if raised else self.raised_version,
+            raised_count=(self.raised_count + 1 if again else 1) if raised else (0 if moved else self.raised_count),
+            error_key=key,
+            error_count=self.error_count + 1 if key and key == self.error_key else 1,
+        )
+
+    def spend_restart(self) -> Budget:
+        return msgspec.structs.replace(self, restarts_used=self.restarts_used + 1)

@@ -1,0 +1,53 @@
+"""Turns the fleet into assignments: who is which rank, with the environment torchrun would have set.
+
+Called by `recover.execute` when ranks are started or replaced. Pure.
+"""
+
+from __future__ import annotations
+
+from rerail.config import JobSpec
+from rerail.runtime.fleet import Fleet, Rank
+from rerail.runtime.wire import Assign
+
+
+def environment(
+    fleet: Fleet, rank: Rank, spec: JobSpec, master: tuple[str, int], restarts: tuple[int, int]
+) -> dict[str, str]:
+    """torchrun's variables for this rank; `restarts` is (used, allowed)."""
+    nodes = fleet.placed()
+    world = len(fleet.ranks)
+    values: dict[str, str | int] = {
+        "RANK": rank.rank,
+        "LOCAL_RANK": rank.local_rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": nodes[rank.node],
+        "GROUP_RANK": list(nodes).index(rank.node),
+        "GROUP_WORLD_SIZE": len(nodes),
+        "ROLE_RANK": rank.rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": spec.role,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+        "TORCHELASTIC_RESTART_COUNT": restarts[0],
+        "TORCHELASTIC_MAX_RESTARTS": restarts[1],
+        "TORCHELASTIC_RUN_ID": spec.job,
+        # rank 0 of the script itself opens the store; there is no store of an agent to share
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def assignment(
+    fleet: Fleet, rank: Rank, env: dict[str, str], *, store_rank: int, newcomer: bool, restored: bool
+) -> Assign:
+    """The order that makes a process this rank, in the fleet's newest generation."""
+    return Assign(
+        generation=fleet.generation,
+        rank=rank.rank,
+        world_size=len(fleet.ranks),
+        newcomer=newcomer,
+        restored=restored,
+        store_rank=store_rank,
+        store_bind=fleet.agent_of(store_rank).address,
+        env=env,
+    )

@@ -1,0 +1,109 @@
+"""Turns what the parked ranks hold into the version all resume from and the source of each rank's state. Pure.
+
+Called by `recover.execute` once every rank of a generation is parked. A choice is made only if it is exact for every
+rank; otherwise the reason is returned and the ladder's next rung is taken.
+
+    1. the newest version that every rank holds intact, or can take from an intact replica while it restores its own RNG,
+       cursor and schedule of that version (or of the one before, from which it advances)
+    2. else the newest snapshot that every rank, or a replica of it, has sealed: all go back to it
+    3. else, where nobody has trained yet and nobody was replaced: as constructed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from rerail.runtime.wire import Parked, Source
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One exact way to resume."""
+
+    version: int
+    sources: dict[int, Source]
+
+
+class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is none."""
+
+    reason: str
+
+
+def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> Choice | Infeasible:
+    """The best exact way to resume from what these ranks hold."""
+    held = sorted({p.version for p in parked.values() if _intact(p)}, reverse=True)
+    newest_snapshot = _from_snapshots(parked)
+    for version in held:
+        if newest_snapshot is not None and newest_snapshot.version > version:
+            break
+        choice = _from_memory(parked, version)
+        if choice is not None:
+            return choice
+    if newest_snapshot is not None:
+        return newest_snapshot
+    if not newcomers and not any(p.in_training for p in parked.values()):
+        return Choice(version=0, sources={rank: Source(kind="initial") for rank in parked})
+    return Infeasible(reason=_why_not(parked, held))
+
+
+def _intact(p: Parked) -> bool:
+    return p.intact and p.in_training
+
+
+def _replicas(parked: Mapping[int, Parked], rank: int) -> list[int]:
+    """Ranks with the same state as `rank`, by its own word or by theirs: a newcomer may not know all of them yet."""
+    own = parked[rank].replicas
+    return [other for other in sorted(parked) if other != rank and (other in own or rank in parked[other].replicas)]
+
+
+def _from_memory(parked: Mapping[int, Parked], version: int) -> Choice | None:
+    holders = {rank for rank, p in parked.items() if _intact(p) and p.version == version}
+    sources: dict[int, Source] = {rank: Source(kind="own") for rank in holders}
+    serving: Counter[int] = Counter()
+    for rank in sorted(set(parked) - holders):
+        givers = [other for other in _replicas(parked, rank) if other in holders]
+        small = parked[rank].small_versions
+        if not givers or not (version in small or version - 1 in small):
+            return None
+        # the giver with the fewest takers, so that two newcomers load at the same time
+        giver = min(givers, key=lambda other: (serving[other], other))
+        serving[giver] += 1
+        sources[rank] = Source(kind="replica", rank=giver)
+    return Choice(version=version, sources=dict(sorted(sources.items())))
+
+
+def _from_snapshots(parked: Mapping[int, Parked]) -> Choice | None:
+    versions = {version for p in parked.values() for version in p.snapshots}
+    for version in sorted(versions, reverse=True):
+        sources: dict[int, Source] = {}
+        for rank in sorted(parked):
+            source = _snapshot_source(parked, rank, version)
+            if source is None:
+                break
+            sources[rank] = source
+        else:
+            return Choice(version=version, sources=sources)
+    return None
+
+
+def _snapshot_source(parked: Mapping[int, Parked], rank: int, version: int) -> Source | None:
+    if version in parked[rank].snapshots:
+        return Source(kind="snapshot")
+    if version not in parked[rank].small_versions:
+        return None
+    giver = next((other for other in _replicas(parked, rank) if version in parked[other].snapshots), None)
+    return None if giver is None else Source(kind="replica", rank=giver)
+
+
+def _why_not(parked: Mapping[int, Parked], held: list[int]) -> str:
+    if not held:
+        return "no rank holds intact training state, and there is no snapshot that all ranks share"
+    version = held[0]
+    without = [rank for rank, p in sorted(parked.items()) if not (_intact(p) and p.version == version)]
+    names = ", ".join(str(rank) for rank in without)
+    return (
+        f"ranks {names} cannot get the state of step {version}: no replica holds it, and no snapshot is shared by all"
+    )

@@ -1,0 +1,121 @@
+"""Turns a finished incident into its Recovery and Report, and into the one line people see. Pure.
+
+Called by `runtime.controller` when an incident is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rerail.flow import Cost, Diagnosis, Fidelity, Recovery, Report, Rung, new_id
+from rerail.recover.execute import Marks
+from rerail.report.timeline import Timeline, lost_steps, measure, phases
+from rerail.runtime.fleet import Fleet
+from rerail.runtime.incident import Incident
+from rerail.runtime.wire import Source
+
+
+def timeline(incident: Incident, marks: Marks, fleet: Fleet, now: float) -> Timeline:
+    """What is known of this incident's course, as the newest generation stands."""
+    newest, ranks = fleet.generation, fleet.ranks.values()
+    return Timeline(
+        opened=incident.opened,
+        detect_s=incident.detect_s,
+        parked_at=marks.parked_at,
+        formed_at=marks.formed_at,
+        ended=marks.resumed_at or now,
+        fault_version=incident.fault_version,
+        resumed_version=marks.version,
+        parked=marks.parked,
+        formed={r.rank: r.formed for r in ranks if r.formed is not None and r.formed.generation == newest},
+        resumed={r.rank: r.resumed for r in ranks if r.resumed is not None and r.resumed.generation == newest},
+    )
+
+
+def compose(
+    incident: Incident, line: Timeline, sources: Mapping[int, Source], generation: int, wall: float, detail: str
+) -> tuple[Recovery, Report]:
+    """The last two records of an incident; `detail` says why it failed, or nothing."""
+    diagnosis, decision = incident.diagnosis, incident.decision
+    if diagnosis is None or decision is None:
+        raise ValueError(f"incident {incident.number} has no decision yet; it cannot be reported")
+    ok = not detail and decision.rung is not Rung.STOP
+    recovery = Recovery(
+        id=new_id("recovery"),
+        job=decision.job,
+        at=wall,
+        cause_id=decision.id,
+        rung=decision.rung,
+        generation=generation,
+        ok=ok,
+        attempts=incident.attempts,
+        resumed_step=line.resumed_version,
+        sources={rank: _source(source) for rank, source in sources.items()},
+        phases=phases(line),
+        detail=detail or decision.why,
+    )
+    report = Report(
+        id=new_id("report"),
+        job=decision.job,
+        at=wall,
+        cause_id=recovery.id,
+        incident=incident.number,
+        code=diagnosis.code,
+        summary=_summary(diagnosis, incident.later),
+        rung=decision.rung,
+        ok=ok,
+        cost=measure(line),
+        lost_steps=lost_steps(line),
+        resumed_step=line.resumed_version,
+        fidelity=Fidelity.EXACT,
+        attempts=incident.attempts,
+        ranks=tuple(sorted({*diagnosis.ranks, *(rank for later in incident.later for rank in later.ranks)})),
+        node=diagnosis.node,
+        links=(*incident.links, recovery.id),
+    )
+    return recovery, report
+
+
+def controller_lost(diagnosis: Diagnosis, number: int, down_s: float, links: tuple[str, ...]) -> Report:
+    """A new controller took over while every rank trained on: nothing was repaired and nothing lost."""
+    return Report(
+        id=new_id("report"),
+        job=diagnosis.job,
+        at=diagnosis.at,
+        cause_id=diagnosis.id,
+        incident=number,
+        code=diagnosis.code,
+        summary=diagnosis.summary,
+        rung=Rung.RETRY_STEP,
+        ok=True,
+        cost=Cost(detect=down_s),
+        attempts=0,
+        node=diagnosis.node,
+        links=links,
+    )
+
+
+def one_line(report: Report, recovery: Recovery) -> str:
+    """What the user reads while the job runs."""
+    took = f"{recovery.phases[-1].end if recovery.phases else 0.0:.2f} s"
+    if report.rung is Rung.STOP:
+        return f"{report.summary}: stopped, {recovery.detail}"
+    if not report.ok:
+        return f"{report.summary}: {recovery.detail}"
+    if report.rung is Rung.RESTART_ALL:
+        return f"{report.summary}: all ranks started again after {took} ({recovery.detail})"
+    if report.rung is Rung.RETRY_STEP:
+        return f"{report.summary}: step {report.resumed_step} retried in {took}"
+    replayed = (
+        f"{report.lost_steps + 1} steps replayed" if report.lost_steps else f"step {report.resumed_step} replayed"
+    )
+    found = f"found in {report.cost.detect:.1f} s, " if report.cost.detect >= 0.1 else ""
+    return f"{report.summary}: {found}replaced in {took}, survivors kept, {replayed}"
+
+
+def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
+    return "; then ".join([first.summary, *(diagnosis.summary for diagnosis in later)])
+
+
+def _source(source: Source) -> str:
+    return f"replica {source.rank}" if source.kind == "replica" else source.kind

@@ -1,0 +1,96 @@
+"""Finds a job's run directory and turns its journal into what the read commands show.
+
+Called by `cli.report`, `cli.incidents` and `cli.status`. Reads only, also while the job runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from rerail.errors import UsageError
+from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Recovery, Report, Signal
+from rerail.runtime.journal import FILE_NAME, Journal
+
+_R = TypeVar("_R", Signal, Event, Diagnosis, Decision, Action)
+
+
+class Story(msgspec.Struct, frozen=True, kw_only=True):
+    """All records of one incident, by kind."""
+
+    report: Report
+    signals: tuple[Signal, ...] = ()
+    events: tuple[Event, ...] = ()
+    diagnoses: tuple[Diagnosis, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    actions: tuple[Action, ...] = ()
+    recovery: Recovery | None = None
+
+
+def run_root(env: Mapping[str, str] = os.environ) -> Path:
+    """Where run directories live unless --run-dir says otherwise."""
+    if env.get("RERAIL_HOME"):
+        return Path(env["RERAIL_HOME"]).expanduser()
+    if env.get("XDG_STATE_HOME"):
+        return Path(env["XDG_STATE_HOME"]) / "rerail"
+    return Path.home() / ".local" / "state" / "rerail"
+
+
+def find_run(job: str = "", run_dir: str = "", env: Mapping[str, str] = os.environ) -> Path:
+    """The run directory meant: the one given, the one of this job, or the newest."""
+    if run_dir:
+        path = Path(run_dir)
+        if not (path / FILE_NAME).is_file():
+            raise UsageError(f"{path} holds no journal", hint="--run-dir names the folder a job was started with")
+        return path
+    root = run_root(env)
+    runs = {path.parent.name: path.parent for path in root.glob(f"*/{FILE_NAME}")} if root.is_dir() else {}
+    if job:
+        if job not in runs:
+            known = ", ".join(sorted(runs)[-5:]) or "none"
+            raise UsageError(f"no job {job!r} in {root}", hint=f"jobs there: {known}")
+        return runs[job]
+    if not runs:
+        raise UsageError(
+            f"no job has run yet (looked in {root})", hint="start one: rerail run train.py, or rerail demo"
+        )
+    return max(runs.values(), key=lambda path: (path / FILE_NAME).stat().st_mtime_ns)
+
+
+@contextlib.contextmanager
+def reading(run: Path) -> Iterator[Journal]:
+    """The journal of a run, read-only."""
+    journal = Journal(run / FILE_NAME, read_only=True)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def reports(journal: Journal) -> list[Report]:
+    """Reports of all incidents that are over, oldest first."""
+    return [record for record in journal.records(kind="report") if isinstance(record, Report)]
+
+
+def story(journal: Journal, report: Report) -> Story:
+    """Everything that led to this report."""
+    records = journal.records(incident=report.incident)
+    recoveries = [record for record in records if isinstance(record, Recovery)]
+    return Story(
+        report=report,
+        signals=_of(records, Signal),
+        events=_of(records, Event),
+        diagnoses=_of(records, Diagnosis),
+        decisions=_of(records, Decision),
+        actions=_of(records, Action),
+        recovery=recoveries[-1] if recoveries else None,
+    )
+
+
+def _of(records: list[AnyRecord], kind: type[_R]) -> tuple[_R, ...]:
+    return tuple(record for record in records if isinstance(record, kind))

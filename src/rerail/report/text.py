@@ -1,0 +1,154 @@
+"""Turns records into the plain text people read: one incident as a page, all of them as a table. Pure.
+
+Called by `cli.report`, `cli.incidents` and the demo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rerail.faults.catalog import Catalog
+from rerail.flow import Decision, Diagnosis, Recovery, Report, Rung
+from rerail.report.summary import Story
+
+BAR_WIDTH = 20
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_DONE = {
+    Rung.RETRY_STEP: "step retried",
+    Rung.REPLACE_RANK: "rank replaced",
+    Rung.RESTART_ALL: "all restarted",
+    Rung.STOP: "stopped",
+}
+
+
+def bar(value: float, largest: float, width: int = BAR_WIDTH) -> str:
+    """A bar of block characters, precise to an eighth of one; anything above zero shows."""
+    if value <= 0 or largest <= 0:
+        return ""
+    eighths = max(1, round(value / largest * width * 8))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def seconds(value: float) -> str:
+    """Seconds as a person would write them: two decimals below ten."""
+    return f"{value:.2f} s" if value < 10 else f"{value:,.1f} s"
+
+
+def done(report: Report) -> str:
+    """What was done about it, in two words."""
+    return "taken over" if report.code == "controller.lost" and not report.attempts else _DONE[report.rung]
+
+
+def render(story: Story, catalog: Catalog) -> str:
+    """One incident as a page."""
+    report = story.report
+    lines = [_heading(report), *_cause(story, catalog), *_handling(story), "", *costs(report)]
+    advice = catalog.get(report.code)
+    if advice is not None and advice.advice:
+        lines += ["", f"  {advice.advice}"]
+    return "\n".join([*lines, "more: rerail incidents · rerail status · rerail report N --json"])
+
+
+def costs(report: Report) -> list[str]:
+    """Where the time went, with bars."""
+    cost = report.cost
+    rows = [
+        ("T0 lost work", cost.t0),
+        ("detect", cost.detect),
+        ("T1 reschedule", cost.t1),
+        ("T2 communication", cost.t2),
+        ("T3 load", cost.t3),
+        ("T4 compile", cost.t4),
+    ]
+    largest = max(value for _, value in rows)
+    lines = [f"  {name:<17}{seconds(value):>8}  {bar(value, largest)}".rstrip() for name, value in rows]
+    return [*lines, f"  {'total':<17}{seconds(cost.total):>8}"]
+
+
+def table(reports: Sequence[Report]) -> str:
+    """All incidents, one line each."""
+    if not reports:
+        return "no incidents"
+    head = ("#", "when", "what", "done", "lost", "detect", "T0", "T1", "T2", "T3", "T4", "total")
+    rows = [head, *(_row(report) for report in reports)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    left = {1, 2, 3}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(report: Report) -> tuple[str, ...]:
+    cost = report.cost
+    when = time.strftime("%H:%M:%S", time.localtime(report.at))
+    figures = (cost.detect, cost.t0, cost.t1, cost.t2, cost.t3, cost.t4, cost.total)
+    what = report.summary if len(report.summary) <= 60 else report.summary[:59] + "…"
+    verdict = done(report) if report.ok or report.rung is Rung.STOP else f"{done(report)}, failed"
+    return (str(report.incident), when, what, verdict, str(report.lost_steps), *(f"{f:.2f}" for f in figures))
+
+
+def _heading(report: Report) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
+    where = [f"node {report.node}"] if report.node else []
+    if report.ranks:
+        where.append(("rank " if len(report.ranks) == 1 else "ranks ") + ", ".join(map(str, report.ranks)))
+    return f"incident {report.incident}   {when}   {', '.join(where)}"
+
+
+def _cause(story: Story, catalog: Catalog) -> list[str]:
+    report, diagnosis = story.report, story.diagnoses[0] if story.diagnoses else None
+    fault = catalog.get(report.code)
+    lines = [f"  {'root cause':<14}{report.code}  {fault.title if fault is not None else report.summary}"]
+    lines.append(f"  {'':<14}{report.summary}")
+    if diagnosis is not None:
+        lines += [f"  {'':<14}| {line}" for line in diagnosis.evidence]
+        lines += _echoes(story, diagnosis)
+    return lines
+
+
+def _echoes(story: Story, diagnosis: Diagnosis) -> list[str]:
+    roots = {found.root for found in story.diagnoses}
+    kinds = Counter(event.code for event in story.events if event.id not in roots)
+    if not kinds:
+        return []
+    text = ", ".join(f"{count} x {code}" for code, count in kinds.items())
+    return [f"  {'echoes':<14}{text} (folded by rule {diagnosis.rule})"]
+
+
+def _handling(story: Story) -> list[str]:
+    report = story.report
+    lines = []
+    for decision in story.decisions:
+        lines += [f"  {'decision':<14}{_decision(decision)}", f"  {'':<14}because {decision.why}"]
+    if report.attempts > 1:
+        lines.append(f"  {'attempts':<14}{report.attempts}")
+    if story.recovery is not None and not report.ok:
+        lines.append(f"  {'outcome':<14}{story.recovery.detail}")
+    elif report.resumed_step >= 0:
+        source = _sources(story.recovery)
+        lines.append(
+            f"  {'resumed at':<14}step {report.resumed_step:,} (lost {report.lost_steps} steps, {report.fidelity}{source})"
+        )
+    return lines
+
+
+def _decision(decision: Decision) -> str:
+    ranks = f" {', '.join(map(str, decision.ranks))}" if decision.ranks else ""
+    later = ", ".join(rung.value.replace("_", " ") for rung in decision.fallbacks) or "nothing"
+    return f"{decision.rung.value.replace('_', ' ')}{ranks}  (rule {decision.rule}; next: {later})"
+
+
+def _sources(recovery: Recovery | None) -> str:
+    """Where state came from, for ranks that did not keep their own."""
+    if recovery is None:
+        return ""
+    found = [f"rank {rank} from {source}" for rank, source in recovery.sources.items() if source != "own"]
+    if not found:
+        return ": every rank kept its own state"
+    return ": " + ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

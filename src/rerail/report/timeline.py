@@ -1,0 +1,67 @@
+"""Turns the marks of a recovery into its Cost: where each second of an interruption went. Pure.
+
+Called by `runtime.controller` when an incident is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rerail.flow import Cost, Phase
+from rerail.runtime.wire import Formed, Parked, Resumed
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What is known of one interruption. Times are monotonic seconds; 0 where a stage was not reached."""
+
+    opened: float
+    """When the first signal arrived."""
+    detect_s: float = 0.0
+    parked_at: float = 0.0
+    formed_at: float = 0.0
+    ended: float = 0.0
+    fault_version: int = -1
+    """The highest version completed when the fault was seen."""
+    resumed_version: int = -1
+    parked: Mapping[int, Parked] = field(default_factory=dict)
+    formed: Mapping[int, Formed] = field(default_factory=dict)
+    resumed: Mapping[int, Resumed] = field(default_factory=dict)
+
+
+def lost_steps(line: Timeline) -> int:
+    """Completed steps that are computed again. The interrupted one is not among them: it was never completed."""
+    if line.resumed_version < 0:
+        return 0
+    return max(0, line.fault_version - line.resumed_version)
+
+
+def measure(line: Timeline) -> Cost:
+    """Seconds by T0..T4, as told by the slowest rank of each stage."""
+    usual = max((r.usual_step_s for r in line.resumed.values()), default=0.0)
+    until = line.parked_at or line.ended or line.opened
+    loading = max((p.phases.get("load", 0.0) for p in line.parked.values()), default=0.0)
+    extra = (r.step_s - r.usual_step_s for r in line.resumed.values() if r.usual_step_s > 0)
+    # The interrupted step counts as one whole usual step: how far it had come nobody measured, and it is run again whole.
+    replayed = lost_steps(line) + (1 if line.resumed else 0)
+    return Cost(
+        detect=line.detect_s,
+        t0=usual * replayed,
+        t1=max(0.0, until - line.opened - loading),
+        t2=max((f.phases.get("communication", 0.0) for f in line.formed.values()), default=0.0),
+        t3=loading + max((f.phases.get("load", 0.0) for f in line.formed.values()), default=0.0),
+        t4=max(0.0, max(extra, default=0.0)),
+    )
+
+
+def phases(line: Timeline) -> tuple[Phase, ...]:
+    """The stages the controller saw, in seconds since the first signal."""
+    found: list[Phase] = []
+    start = 0.0
+    for name, at in (("reschedule", line.parked_at), ("form", line.formed_at), ("replay", line.ended)):
+        if at:
+            end = max(start, at - line.opened)
+            found.append(Phase(name=name, start=start, end=end))
+            start = end
+    return tuple(found)

@@ -1,0 +1,394 @@
+"""Runs one node: turns the controller's orders into processes, and what becomes of them into messages.
+
+    spawn at once -> greet the controller -> Start -> watch, relay, Promote ... -> Shutdown
+
+Started by `runtime.launcher` as `python -m rerail.runtime.agent`; owns every rank and standby of the node. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import uuid
+
+import msgspec
+
+from rerail.config import EXIT_FAILED, JobSpec, Settings
+from rerail.detect import hang
+from rerail.detect.process import SOURCE as EXIT_SOURCE
+from rerail.detect.process import exit_payload, signal_name
+from rerail.errors import RerailError
+from rerail.flow import Signal, new_id
+from rerail.runtime import processes, wire
+from rerail.runtime.children import Child, child_spec, end_all
+from rerail.runtime.clock import Reading
+from rerail.runtime.logs import ERR, OUT, Console, LogBook
+from rerail.runtime.processes import say
+from rerail.runtime.slots import Slot
+from rerail.runtime.standbys import StandbyPool
+from rerail.runtime.uplink import Uplink
+from rerail.runtime.watch import Watch
+
+EXIT_CRASHED = 70
+"""The agent itself failed (EX_SOFTWARE); the launcher starts a new one."""
+BEAT_S = 1.0
+UNAWARE_CALM_S = 3.0
+"""Seconds after its start in which a script that has not called join() is left alone with the machine."""
+STOP_S = 1.0
+"""Seconds a rank that knows rerail has to leave by itself, so that the culprit can show its traceback."""
+LEAVE_S = 2.0
+"""Seconds to wait for the controller's answer to LeaveJob."""
+
+
+class Agent:
+    """All there is of rerail on one node."""
+
+    def __init__(self, spec: JobSpec, settings: Settings, token: str, node: str) -> None:
+        self.spec = spec
+        self.settings = settings
+        self.token = token
+        self.node = node
+        self.incarnation = uuid.uuid4().hex
+        self.console = Console()
+        self.logs = LogBook(spec, self.console)
+        self.slots = [Slot(local_rank) for local_rank in range(spec.slots)]
+        self.pool = StandbyPool(
+            child_spec(spec), wanted=0 if spec.no_python else settings.standbys, changed=self._standbys_changed
+        )
+        self.uplink = Uplink(spec, self._greeting, self._order, lambda why: self._end(EXIT_FAILED, why))
+        self.watch = Watch(settings, self.slots, self._hung, self._stalled)
+        self._orders: asyncio.Queue[wire.ToAgent] = asyncio.Queue()
+        self._started_at: float | None = None
+        self._left_by = 0
+        """The signal by which the user asked us to leave."""
+        self._ending: asyncio.Task[None] | None = None
+        self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        """The whole life of the agent; returns the job's exit code."""
+        self.pool.prepare(self.spec.slots)
+        loop = asyncio.get_running_loop()
+        for name in {*self.spec.signals_to_handle, "SIGTERM", "SIGINT"}:
+            loop.add_signal_handler(signal.Signals[name], self._asked_to_leave, signal.Signals[name])
+        chores = (self.uplink.run(), self._obey(), self.watch.run(), self._keep_house())
+        tasks = [asyncio.create_task(chore) for chore in chores]
+        for task in tasks:
+            task.add_done_callback(self._chore_ended)
+        try:
+            return await self._done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.console.close(timeout=2.0)
+
+    def _chore_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._done.done():
+            self._done.set_exception(error)
+
+    # --- orders of the controller ---
+
+    def _order(self, message: wire.ToAgent) -> None:
+        """An end is obeyed at once; everything else in turn, since a Start may take its grace."""
+        match message:
+            case wire.Rejected():
+                self._end(EXIT_FAILED, f"the controller turned this node away: {message.reason}", shown=True)
+            case wire.Shutdown():
+                code = 128 + self._left_by if self._left_by else message.exit_code
+                self._end(code, message.reason, message.culprit, message.grace_s, shown=not self.spec.hosts_controller)
+            case _:
+                self._orders.put_nowait(message)
+
+    async def _obey(self) -> None:
+        while True:
+            message = await self._orders.get()
+            if self._ending is not None:
+                return
+            match message:
+                case wire.PickPort():
+                    self.uplink.send(wire.PortPicked(generation=message.generation, port=free_port()))
+                case wire.Start():
+                    await self._start(message)
+                case wire.Promote():
+                    self._promote(message.assignment)
+                case wire.InterruptAll():
+                    self._interrupt(message)
+                case wire.FormAll():
+                    for slot in self.slots:
+                        if slot.running and slot.child is not None:
+                            slot.forming()
+                            slot.child.send(wire.Form(plan=message.plan))
+                case wire.DismissAll():
+                    for slot in self.slots:
+                        if slot.running and slot.child is not None:
+                            slot.child.send(wire.Dismiss())
+
+    async def _start(self, order: wire.Start) -> None:
+        """End what there is, then make ranks of the processes that wait for it."""
+        if any(slot.generation > order.generation for slot in self.slots):
+            return
+        old = [slot.child for slot in self.slots if slot.child is not None]
+        for child in old:
+            child.disown(hang_up=False)
+        await end_all([child for child in old if child.alive], order.grace_s)
+        self._end_orphans()
+        self._started_at = time.monotonic()
+        for index, assignment in enumerate(order.assignments):
+            self._place(assignment, int(assignment.env.get("LOCAL_RANK", index)))
+        asyncio.get_running_loop().call_later(UNAWARE_CALM_S + 0.05, self._refill)
+
+    def _promote(self, assignment: wire.Assign) -> None:
+        """A standby takes the place of a rank; whatever is left of that rank goes."""
+        slot = next((slot for slot in self.slots if slot.rank == assignment.rank), None)
+        if slot is None or slot.generation > assignment.generation:
+            return
+        if slot.child is not None:
+            slot.child.disown()
+            slot.child.kill()
+        self._place(assignment, slot.local_rank)
+
+    def _place(self, assignment: wire.Assign, local_rank: int) -> None:
+        slot = self.slots[local_rank]
+        child = self.pool.take()
+        folder = self.logs.folder(assignment.generation, local_rank)
+        error_file = folder / "error.json"
+        error_file.unlink(missing_ok=True)
+        slot.fill(child, assignment, error_file)
+        env = {**assignment.env, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        if self.spec.virtual_local_rank:
+            env |= virtual_device(local_rank)
+        child.on_message, child.on_exit = self._heard, self._exited
+        child.assign(msgspec.structs.replace(assignment, env=env), slot.fds)
+        child.stdout.attach(self.logs.open(assignment.generation, slot.rank, local_rank, OUT))
+        child.stderr.attach(self.logs.open(assignment.generation, slot.rank, local_rank, ERR))
+
+    def _interrupt(self, order: wire.InterruptAll) -> None:
+        for slot in self.slots:
+            if slot.rank in order.ranks and slot.child is not None and order.interrupt.generation > slot.generation:
+                slot.interrupted(order.interrupt.generation)
+                slot.child.send(order.interrupt)
+
+    # --- news of the ranks ---
+
+    def _slot_of(self, child: Child) -> Slot | None:
+        return next((slot for slot in self.slots if slot.child is child), None)
+
+    def _heard(self, child: Child, message: wire.FromRank) -> None:
+        slot = self._slot_of(child)
+        if slot is None or isinstance(message, wire.Warm):
+            return
+        slot.heard(message)
+        self.uplink.send(wire.Relayed(rank=slot.rank, message=message))
+        self._refill()
+
+    def _exited(self, child: Child) -> None:
+        slot = self._slot_of(child)
+        if slot is None or self._ending is not None or child.exit_status is None:
+            return
+        if child.exit_status == 0:
+            slot.unsettled = wire.RankExited(rank=slot.rank, generation=slot.generation)
+        else:
+            payload = exit_payload(child.exit_status, slot.error_file, child.stderr.tail())
+            slot.unsettled = wire.Observed(signal=self._signal(EXIT_SOURCE, slot, payload))
+        self.uplink.send(slot.unsettled)
+
+    def _hung(self, slot: Slot, verdict: hang.Verdict) -> None:
+        payload: dict[str, str | int | float | bool] = {
+            "evidence": verdict.evidence,
+            "stalled_s": round(verdict.stalled_s, 3),
+            "state": verdict.state,
+            "kind": verdict.kind,
+        }
+        slot.unsettled = wire.Observed(
+            signal=self._signal(hang.SOURCE, slot, payload), age_s=round(verdict.stalled_s, 3)
+        )
+        self.uplink.send(slot.unsettled)
+
+    def _stalled(self, waited: float, readings: list[Reading]) -> None:
+        counts = [reading.collectives for reading in readings]
+        payload: dict[str, str | int | float | bool] = {
+            "evidence": f"all {len(readings)} ranks of {self.node} have waited in a collective for {waited:.1f} s",
+            "stalled_s": round(waited, 3),
+            "collectives": min(counts),
+            "collectives_most": max(counts),
+        }
+        self.uplink.send(wire.Observed(signal=self._signal(hang.STALLED_SOURCE, None, payload), age_s=round(waited, 3)))
+
+    def _signal(self, source: str, slot: Slot | None, payload: dict[str, str | int | float | bool]) -> Signal:
+        about = slot or self.slots[0]
+        return Signal(
+            id=new_id("sig"),
+            job=self.spec.job,
+            at=time.time(),
+            source=source,
+            node=self.node,
+            rank=slot.rank if slot else -1,
+            generation=about.generation,
+            step=about.version,
+            payload=payload,
+        )
+
+    # --- what the controller is told unasked ---
+
+    def _greeting(self) -> list[wire.Message]:
+        placed = [slot for slot in self.slots if slot.child is not None]
+        hello = wire.AgentHello(
+            job=self.spec.job,
+            token=self.token,
+            node=self.node,
+            address=self.spec.local_addr,
+            slots=self.spec.slots,
+            node_rank=self.spec.node_rank,
+            incarnation=self.incarnation,
+            ranks=tuple(slot.status() for slot in placed),
+            standbys_ready=self._standby_counts()[0],
+        )
+        unsettled = [slot.unsettled for slot in placed if slot.unsettled is not None]
+        for message in unsettled:
+            self.uplink.forget(message)
+        return [hello, *unsettled]
+
+    def _standby_counts(self) -> tuple[int, int]:
+        """Before the start, the processes in the pool are the ranks to be, not standbys."""
+        return self.pool.counts() if self._started_at is not None else (0, 0)
+
+    def _standbys_changed(self) -> None:
+        ready, warming = self._standby_counts()
+        if self._started_at is not None:
+            self.uplink.send(wire.Standbys(ready=ready, warming=warming))
+            asyncio.get_running_loop().call_soon(self._refill)
+
+    def _refill(self) -> None:
+        """Warm standbys when the job is calm: warming must not compete with a start or a recovery."""
+        if self._started_at is None or self._ending is not None or not all(slot.running for slot in self.slots):
+            return
+        joined = [slot.joined for slot in self.slots]
+        if all(joined):
+            calm = all(slot.settled for slot in self.slots)
+        else:
+            calm = not any(joined) and time.monotonic() - self._started_at >= UNAWARE_CALM_S
+        if calm:
+            self.pool.refill(script_mode=all(joined))
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            versions = {slot.rank: slot.version for slot in self.slots if slot.child is not None}
+            self.uplink.send(wire.Beat(versions=versions))
+            self._end_orphans()
+
+    def _children(self) -> list[Child]:
+        return [*(slot.child for slot in self.slots if slot.child is not None), *self.pool.members]
+
+    def _end_orphans(self, *, everything: bool = False) -> int:
+        """End what processes that are gone have left behind. A living rank's own daemons are its own business."""
+        alive = {child.mark for child in self._children() if child.alive or child.exit_status == 0}
+        ours = [child.pid for child in self._children() if child.alive]
+
+        def owned_by_the_living(pid: int) -> bool:
+            return not everything and ((mark := processes.mark_of(pid)) is None or mark in alive)
+
+        return processes.end_orphans(ours, owned_by_the_living)
+
+    # --- the end ---
+
+    def _asked_to_leave(self, signum: signal.Signals) -> None:
+        """Ctrl-C, or the launcher is gone. A second time means at once."""
+        if self._left_by or self._ending is not None:
+            for child in self._children():
+                child.kill()
+            return
+        self._left_by = int(signum)
+        reason = f"stopped by {signal_name(signum)}"
+        if not self.uplink.connected or os.getppid() != int(os.environ.get("RERAIL_LAUNCHER", os.getppid())):
+            self._end(128 + signum, reason)
+            return
+        self.uplink.send(wire.LeaveJob(reason=reason))
+        asyncio.get_running_loop().call_later(LEAVE_S, lambda: self._end(128 + signum, reason))
+
+    def _end(
+        self, code: int, reason: str, culprit: int = -1, grace_s: float | None = None, *, shown: bool = True
+    ) -> None:
+        if self._ending is None:
+            if code and shown and not self._left_by:
+                say(reason)
+            grace = self.spec.shutdown_grace_s if grace_s is None else grace_s
+            self._ending = asyncio.create_task(self._shut_down(code, reason, culprit, grace))
+            self._ending.add_done_callback(self._chore_ended)
+
+    async def _shut_down(self, code: int, reason: str, culprit: int, grace_s: float) -> None:
+        """Stop, SIGTERM, grace, SIGKILL with all below; then nothing of the job is left on this node."""
+        standbys = self.pool.close()
+        for child in standbys:
+            child.kill()
+        ranks = [slot.child for slot in self.slots if slot.child is not None and slot.child.alive]
+        polite = [slot for slot in self.slots if slot.running and slot.joined]
+        for slot in polite:
+            assert slot.child is not None, "a running slot has a process"
+            slot.child.send(wire.Stop(reason=reason, culprit=slot.rank == culprit))
+        if polite and grace_s > 0:
+            await asyncio.gather(*(slot.child.wait(min(STOP_S, grace_s)) for slot in polite if slot.child))
+        await end_all([child for child in ranks if child.alive], grace_s)
+        await end_all(standbys, 0.0)
+        for _ in range(100):
+            if not self._end_orphans(everything=True):
+                break
+            await asyncio.sleep(0.02)
+        for child in (*ranks, *(slot.child for slot in self.slots if slot.child is not None)):
+            child.stdout.drain()
+            child.stderr.drain()
+            child.stdout.close()
+            child.stderr.close()
+        await self.uplink.close(0.5)
+        if not self._done.done():
+            self._done.set_result(code)
+
+
+def virtual_device(local_rank: int) -> dict[str, str]:
+    """--virtual-local-rank: each rank sees its own device alone, as number 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible is not None else []
+    device = devices[local_rank].strip() if local_rank < len(devices) else str(local_rank)
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _main(spec: JobSpec, settings: Settings) -> int:
+    node = os.environ.get("RERAIL_NODE") or socket.gethostname()
+    agent = Agent(spec, settings, os.environ.get("RERAIL_TOKEN", ""), node)
+    processes.speak_through(lambda data: agent.console.write(ERR, data))
+    return await agent.run()
+
+
+def main() -> int:
+    """Run the agent described by the environment; the exit code is the job's."""
+    spec = msgspec.json.decode(os.environ["RERAIL_SPEC"], type=JobSpec)
+    settings = msgspec.json.decode(os.environ["RERAIL_SETTINGS"], type=Settings)
+    processes.adopt_orphans()
+    try:
+        return asyncio.run(_main(spec, settings))
+    except (RerailError, OSError) as error:
+        processes.speak_through(processes.to_stderr)
+        say(f"the agent of this node cannot go on: {error}")
+        return EXIT_FAILED
+    except BaseException:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        return EXIT_CRASHED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a console thread that waits for a stuck terminal must not hold up the end

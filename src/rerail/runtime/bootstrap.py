@@ -1,0 +1,167 @@
+"""The first code of every rank process: warms up, waits for its rank, then becomes the user's script.
+
+Started by `runtime.children` as `python -c "from rerail.runtime.bootstrap import main; main()"` with
+
+    RERAIL_LINK_FD   the socketpair to the agent
+    RERAIL_BOOT      JSON: script, args, module, no_python, run_path
+    RERAIL_STANDBY   `script`: run the user's script at once and wait inside rerail.join(); else import torch and wait here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from types import CodeType
+from typing import NoReturn
+
+import msgspec
+
+from rerail.errors import JobStopped
+from rerail.runtime.wire import Assign, Warm
+from rerail.session.link import AgentLink, connect
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, as the agent was told."""
+
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    run_path: bool = False
+
+
+def main() -> NoReturn:
+    """Never returns: the process ends with the script."""
+    die_with_parent()
+    boot = msgspec.json.decode(os.environ.pop("RERAIL_BOOT"), type=Boot)
+    link = connect()
+    if link is None:
+        sys.exit("rerail: this is the inside of `rerail run`, not a command of its own")
+    if os.environ.pop("RERAIL_STANDBY", "") != "script":
+        if not boot.no_python:
+            _warm_up()
+        link.send(Warm(at_join=False))
+        assignment = link.wait_for_assignment()
+        os.environ.update(assignment.env)
+        if boot.no_python:
+            os.execvp(boot.script, [boot.script, *boot.args])
+    _run_script(boot, link)
+
+
+def die_with_parent() -> None:
+    """Be killed when the agent dies, however it dies: no rank outlives its agent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def _warm_up() -> None:
+    """Import what every PyTorch script imports. The first optimizer pulls in as much again as torch itself."""
+    with contextlib.suppress(ImportError):
+        import torch
+        import torch.distributed
+
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        import torch.nn.parallel  # noqa: F401
+
+        import rerail.session.job  # noqa: F401
+
+
+def _run_script(boot: Boot, link: AgentLink) -> NoReturn:
+    """Run the user's program as `python script.py` would, in the real __main__."""
+    sys.argv = [boot.script, *boot.args]
+    code = 0
+    try:
+        if boot.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(boot.script, run_name="__main__", alter_sys=True)
+        elif boot.run_path:
+            runpy.run_path(boot.script, run_name="__main__")
+        else:
+            _exec_main(boot.script)
+    except SystemExit as exit_:
+        code = _exit_code(exit_)
+    except JobStopped as stopped:
+        print(f"rerail: {stopped}", file=sys.stderr) if _is_culprit(link) else None
+        code = 1
+    except BaseException as error:
+        _write_error_file(error)
+        if link.stop is None or link.stop.culprit:
+            _print_user_traceback(error)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    _leave(code)
+
+
+def _exec_main(script: str) -> None:
+    main_module = sys.modules["__main__"]
+    names = main_module.__dict__
+    for name in [name for name in names if not name.startswith("__")]:
+        del names[name]
+    path = os.path.abspath(script)
+    names.update({"__file__": path, "__spec__": None, "__cached__": None, "__name__": "__main__"})
+    sys.path.insert(0, os.path.dirname(path))
+    with open(path, "rb") as file:
+        code: CodeType = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, names)
+
+
+def _is_culprit(link: AgentLink) -> bool:
+    return link.stop is not None and link.stop.culprit
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print_user_traceback(error: BaseException) -> None:
+    """The user's own traceback, without the frames of rerail that started the script."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+
+
+def _write_error_file(error: BaseException) -> None:
+    """torchelastic's error file, unless the script's @record has written it already."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or os.path.exists(path):
+        return
+    stack = "".join(traceback.format_exception(error))
+    name = type(error).__name__
+    body = {
+        "message": {
+            "message": f"{name}: {error}",
+            "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
+        },
+        "exception": name if type(error).__module__ == "builtins" else f"{type(error).__module__}.{name}",
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(body, file)
+    except OSError as reason:
+        print(f"rerail: error file {path} could not be written: {reason.strerror}", file=sys.stderr)
+
+
+def _leave(code: int) -> NoReturn:
+    """End as the interpreter would, running the script's own atexit handlers."""
+    sys.exit(code)
+
+
+def assign_environment(assignment: Assign) -> None:
+    """Give a standby that waited inside rerail.join() the environment of its rank."""
+    os.environ.update(assignment.env)

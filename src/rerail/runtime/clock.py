@@ -1,0 +1,194 @@
+"""The step clock and step journal: one shared memory page per rank, written by the rank, read by its agent.
+
+The agent makes the page (a memfd, so it outlives the rank and leaves no name behind) and hands it to whichever process
+is the rank. The rank writes its step, phase and a beat into it, which costs well under a microsecond each and no system
+call; the agent reads them to see hangs. Behind the header lie two slots for the rank's *small* exact state (RNG, data
+cursor, scheduler): a dead rank's position is therefore known to its successor.
+
+Called by `session` (writes), `runtime.agent` and `detect.hang` (read). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from enum import IntEnum
+
+import msgspec
+
+from rerail.errors import StateError
+
+MAGIC = 0x7265_7261_696C_0001
+HEADER = 4096
+SLOT = 4 << 20
+"""Bytes for one small state. The page is sparse: what is not written takes no memory."""
+SIZE = HEADER + 2 * SLOT
+HISTORY = 64
+"""Step durations kept for the learnt threshold and for reports."""
+
+_OFF_MAGIC, _OFF_BEAT, _OFF_STEP, _OFF_PHASE, _OFF_SINCE = 0, 8, 16, 24, 32
+_OFF_GENERATION, _OFF_COMM, _OFF_PENDING, _OFF_STEPS_SEEN = 40, 48, 56, 64
+_OFF_HISTORY = 128
+_U64 = struct.Struct("<Q")
+_I64 = struct.Struct("<q")
+_SLOT_HEAD = struct.Struct("<qQII")  # version, length, crc of body, crc of the three before
+
+
+class Phase(IntEnum):
+    """What a rank is doing, as far as its agent needs to know."""
+
+    BUILDING = 0
+    """Before its first step: imports, model construction, data set-up."""
+    COMPUTE = 1
+    """Inside a step."""
+    COMM = 2
+    """Waiting for a collective."""
+    UPDATE = 3
+    """Inside optimizer.step()."""
+    OUTSIDE = 4
+    """Between steps: evaluation, logging, loading the next batch."""
+    PARKED = 5
+    """Waiting for a plan."""
+    RUN_OUT = 6
+    """Running an interrupted step to its end without peers, to be thrown away."""
+    DONE = 7
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a clock. Ages in seconds."""
+
+    beat_age: float
+    step: int
+    """Completed updates, -1 before the rank has tracked anything."""
+    phase: Phase
+    phase_age: float
+    generation: int
+    collectives: int
+    """Collectives started since the process began."""
+    pending_age: float
+    """How long the newest collective has been under way; 0 when it is complete."""
+    durations: tuple[float, ...]
+    """Of the newest steps, oldest first."""
+
+
+class StepClock:
+    """The page, from either side."""
+
+    def __init__(self, fd: int) -> None:
+        if os.fstat(fd).st_size < SIZE:
+            os.ftruncate(fd, SIZE)
+        self._map = mmap.mmap(fd, SIZE)
+        self._next_slot = -1
+        if _U64.unpack_from(self._map, _OFF_MAGIC)[0] != MAGIC:
+            _I64.pack_into(self._map, _OFF_STEP, -1)
+            _U64.pack_into(self._map, _OFF_MAGIC, MAGIC)
+
+    def close(self) -> None:
+        self._map.close()
+
+    # --- the rank's side: no system calls, no allocation worth naming ---
+
+    def reset(self, generation: int) -> None:
+        """A new process takes over the page; the small state stays."""
+        now = time.monotonic_ns()
+        _U64.pack_into(self._map, _OFF_BEAT, now)
+        _U64.pack_into(self._map, _OFF_PHASE, Phase.BUILDING)
+        _U64.pack_into(self._map, _OFF_SINCE, now)
+        _U64.pack_into(self._map, _OFF_GENERATION, generation)
+        _U64.pack_into(self._map, _OFF_COMM, 0)
+        _U64.pack_into(self._map, _OFF_PENDING, 0)
+
+    def beat(self, pending_since_ns: int = 0) -> None:
+        """The rank's own watcher thread is alive; `pending_since_ns` when a collective is under way, else 0."""
+        _U64.pack_into(self._map, _OFF_PENDING, pending_since_ns)
+        _U64.pack_into(self._map, _OFF_BEAT, time.monotonic_ns())
+
+    def enter(self, phase: Phase) -> None:
+        _U64.pack_into(self._map, _OFF_SINCE, time.monotonic_ns())
+        _U64.pack_into(self._map, _OFF_PHASE, phase)
+
+    def set_generation(self, generation: int) -> None:
+        _U64.pack_into(self._map, _OFF_GENERATION, generation)
+
+    def set_collectives(self, count: int) -> None:
+        _U64.pack_into(self._map, _OFF_COMM, count)
+
+    def set_step(self, step: int) -> None:
+        _I64.pack_into(self._map, _OFF_STEP, step)
+
+    def step_took(self, seconds: float) -> None:
+        """Add the duration of a completed step to the history."""
+        (seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
+        _U64.pack_into(self._map, _OFF_HISTORY + 8 * (seen % HISTORY), int(seconds * 1e9))
+        _U64.pack_into(self._map, _OFF_STEPS_SEEN, seen + 1)
+
+    def write_small(self, version: int, body: bytes) -> None:
+        """Seal the small state of `version`. Two slots alternate, so a crash in between leaves the older one whole."""
+        if len(body) > SLOT - _SLOT_HEAD.size:
+            raise StateError(
+                f"the small state of version {version} has {len(body)} bytes; at most {SLOT - _SLOT_HEAD.size} fit. "
+                "Data loader states belong here, tensors do not: track large objects by a state_dict of tensors."
+            )
+        slot = self._next_slot
+        if slot < 0:  # a successor must not overwrite the newest state it was left
+            left = {s: _SLOT_HEAD.unpack_from(self._map, HEADER + s * SLOT)[0] for s in (0, 1)}
+            slot = 1 if left[0] > left[1] else 0
+        at = HEADER + slot * SLOT
+        self._next_slot = slot ^ 1
+        _SLOT_HEAD.pack_into(self._map, at, -1, 0, 0, 0)
+        self._map[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + len(body)] = body
+        crc = zlib.crc32(body)
+        _SLOT_HEAD.pack_into(self._map, at, version, len(body), crc, _head_crc(version, len(body), crc))
+
+    # --- the reader's side: the agent, or a successor ---
+
+    def read_small(self) -> dict[int, bytes]:
+        """The sealed small states, by version. A torn slot is left out."""
+        found: dict[int, bytes] = {}
+        for slot in (0, 1):
+            at = HEADER + slot * SLOT
+            version, length, crc, head = _SLOT_HEAD.unpack_from(self._map, at)
+            if version < 0 or length > SLOT - _SLOT_HEAD.size or head != _head_crc(version, length, crc):
+                continue
+            body = bytes(self._map[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + length])
+            if zlib.crc32(body) == crc:
+                found[version] = body
+        return found
+
+    def durations(self) -> tuple[float, ...]:
+        (seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
+        count = min(seen, HISTORY)
+        order = range(seen - count, seen)
+        return tuple(_U64.unpack_from(self._map, _OFF_HISTORY + 8 * (i % HISTORY))[0] / 1e9 for i in order)
+
+    def read(self) -> Reading:
+        """One consistent-enough look: each field is written whole, the fields not all at one instant."""
+        now = time.monotonic_ns()
+        beat, since, pending = (self._u64(offset) for offset in (_OFF_BEAT, _OFF_SINCE, _OFF_PENDING))
+        return Reading(
+            beat_age=max(0, now - beat) / 1e9,
+            step=_I64.unpack_from(self._map, _OFF_STEP)[0],
+            phase=Phase(min(self._u64(_OFF_PHASE), Phase.DONE)),
+            phase_age=max(0, now - since) / 1e9,
+            generation=self._u64(_OFF_GENERATION),
+            collectives=self._u64(_OFF_COMM),
+            pending_age=max(0, now - pending) / 1e9 if pending else 0.0,
+            durations=self.durations(),
+        )
+
+    def _u64(self, offset: int) -> int:
+        return int(_U64.unpack_from(self._map, offset)[0])
+
+
+def make_page() -> int:
+    """A new, empty page as a file descriptor. The caller owns it."""
+    fd = os.memfd_create("rerail-step-clock", os.MFD_CLOEXEC)
+    os.ftruncate(fd, SIZE)
+    return fd
+
+
+def _head_crc(version: int, length: int, crc: int) -> int:
+    return zlib.crc32(struct.pack("<qQI", version, length, crc))

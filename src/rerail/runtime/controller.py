@@ -1,0 +1,398 @@
+"""The controller: turns what agents say into repairs, one turn of `detect, diagnose, decide, recover, report` at a time.
+
+One per job; started by the launcher as `python -m rerail.runtime.controller` (see `runtime.server` for its port).
+Everything it must not forget is in the journal; everything else can be asked of the agents again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rerail.config import EXIT_DONE, EXIT_FAILED, JobSpec, Settings
+from rerail.decide.budget import Budget
+from rerail.decide.choose import choose, exit_code_of
+from rerail.decide.rules import Situation
+from rerail.detect.classify import classify
+from rerail.diagnose.rootcause import Facts, diagnose
+from rerail.faults.catalog import load_catalog
+from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Rung, Signal
+from rerail.recover.execute import Execution, Stage
+from rerail.report.compose import compose, controller_lost, one_line, timeline
+from rerail.runtime.admission import Admission
+from rerail.runtime.fleet import Fleet, Link, RankState
+from rerail.runtime.incident import Incident
+from rerail.runtime.intake import Intake, Sighting
+from rerail.runtime.journal import Journal
+from rerail.runtime.takeover import Takeover, alive_mark
+from rerail.runtime.wire import AgentHello, LeaveJob, PortPicked, Rejected, Shutdown, ToController, Welcome
+
+SETTLED_S = 30.0
+"""A script that has run this long has started; an error of it is no longer a failure to start."""
+
+
+@dataclass(frozen=True)
+class Inbound:
+    """One thing an agent's connection has to say; None is its end."""
+
+    link: Link
+    message: ToController | None
+
+
+def say(text: str) -> None:
+    """One line for the user."""
+    print(f"rerail: {text}", file=sys.stderr, flush=True)
+
+
+class Controller:
+    """The loop and the little it remembers between two turns."""
+
+    def __init__(
+        self, spec: JobSpec, settings: Settings, journal: Journal, token: str = "", tell: Callable[[str], None] = say
+    ) -> None:
+        self.spec, self.settings, self.journal, self._tell = spec, settings, journal, tell
+        self.inbox: asyncio.Queue[Inbound] = asyncio.Queue()
+        self.fleet = Fleet()
+        self.intake = Intake(self.fleet, spec.job, settings)
+        self.admission = Admission(self.fleet, spec, token)
+        self.execution = Execution(self.fleet, spec, settings)
+        self.catalog = load_catalog()
+        self.incident: Incident | None = None
+        self.incidents = 0
+        self.budget = Budget()
+        self.costs: dict[Rung, list[Cost]] = {}
+        self.exit_code: int | None = None
+        self._nodes: dict[Link, str] = {}
+        self._records: list[tuple[int, AnyRecord]] = []
+        self._written: dict[str, Any] = {}
+        self._started = 0.0
+        self._await_resume = False
+        self._journal_ok = True
+        self.takeover: Takeover | None = Takeover.of(self, journal, time.monotonic())
+
+    # --- the flow -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Turn after turn until the job is over; the result is the job's exit code."""
+        while self.exit_code is None:
+            self.turn(await self._detect())
+        return self.exit_code
+
+    def turn(self, sightings: list[Sighting]) -> None:
+        """Signal -> Event -> Diagnosis -> Decision -> Actions -> Report. Never waits, so nothing can come in between."""
+        self._gather(sightings)
+        diagnosis = self._diagnose()
+        if diagnosis is not None:
+            self._recover(self._decide(diagnosis))
+        self.execution.advance(time.monotonic(), time.time())
+        self._report_if_over()
+        self._end_if_done()
+        self._write()
+
+    async def _detect(self) -> list[Sighting]:
+        """Wait for messages or the next deadline, then read all there is: what happened together is seen together."""
+        deadline, now = self._next_deadline(), time.monotonic()
+        wait = None if deadline is None else max(0.0, deadline - now)
+        batch: list[Inbound] = []
+        with contextlib.suppress(TimeoutError):
+            # not wait_for: on Python 3.11 it loses a cancellation that comes together with a message
+            async with asyncio.timeout(wait):
+                batch.append(await self.inbox.get())
+        while not self.inbox.empty():
+            batch.append(self.inbox.get_nowait())
+        return self.detect(batch, time.monotonic(), time.time())
+
+    def detect(self, batch: list[Inbound], now: float, wall: float) -> list[Sighting]:
+        """Messages and passed deadlines become fleet updates; what went wrong comes back."""
+        found = [sighting for inbound in batch for sighting in self._take(inbound, now, wall)]
+        found += self.intake.lost_agents(now, wall)
+        for source, number, seconds in self.execution.overdue(now):
+            rank = self.fleet.ranks[number]
+            rank.move(RankState.LOST)
+            signal = self.intake.signal(source, rank.node, number, wall, step=rank.version, stalled_s=seconds)
+            found.append(Sighting(signal, seconds))
+        if self.takeover is not None and self.takeover.settled(now):
+            found += self.takeover.finish(now, wall)
+            self.takeover = None
+        if not self.fleet.ranks and self.takeover is None and self.admission.complete(now):
+            self._start_job(now, wall)
+        if self.execution.problem and self.incident is None:
+            signal = self.intake.signal("form.failed", self.spec.local_addr, -1, wall, message=self.execution.problem)
+            found.append(Sighting(signal))
+            self.execution.problem = ""
+        return found
+
+    def _gather(self, sightings: list[Sighting]) -> None:
+        """Each signal becomes an event of the incident it belongs to."""
+        for sighting in sightings:
+            event = classify(sighting.signal, self.catalog)
+            rank = self.fleet.ranks.get(event.rank)
+            newest = event.generation >= self.fleet.generation
+            lost = event.code == "node.lost" or (rank is not None and rank.state is RankState.LOST)
+            if self.incident is None and not newest and not lost:
+                continue  # an echo of a fault that has long been repaired
+            raised = sighting.signal.source == "step.raised"
+            if raised and newest and self.execution.stage in (Stage.FORMING, Stage.REPLAYING) and self._repairing():
+                self._close("the step failed again when it was replayed")
+            incident = self._incident(event)
+            if rank is not None and rank.newcomer and lost:
+                incident.newcomer_lost()
+            incident.add(sighting, event)
+            self._records += [(incident.number, sighting.signal), (incident.number, event)]
+
+    def _diagnose(self) -> Diagnosis | None:
+        """The root cause, when there is something to act on that is not being acted on already."""
+        incident, now = self.incident, time.monotonic()
+        if incident is None:
+            return None
+        if self.execution.problem and self.execution.rung is not None:
+            incident.tried[self.execution.rung] = self.execution.problem
+            self.execution.problem = ""
+            return incident.newest_diagnosis()
+        if not incident.fresh:
+            return None
+        if incident.decision is not None and not self._is_new_work(incident.fresh):
+            incident.fold()
+            return None
+        gone = frozenset(rank.rank for rank in self.fleet.in_state(RankState.LOST))
+        found = diagnose(incident.fresh, Facts(gone=gone), at=time.time(), waited=now >= incident.echo_deadline)
+        if found is not None:
+            self._records.append((incident.number, found))
+        return found
+
+    def _decide(self, diagnosis: Diagnosis) -> Decision:
+        """The rung to take, with what it costs counted."""
+        incident = self._incident(None)
+        aware = self.fleet.aware
+        if incident.decision is None and diagnosis.rule != "takeover":
+            self.budget = self.budget.note(diagnosis, self.fleet.high_version, aware=aware)
+        decision = choose(diagnosis, self._situation(diagnosis, incident), at=time.time())
+        if decision.rung is Rung.RESTART_ALL:
+            self.budget = self.budget.spend_restart()
+        incident.decided(diagnosis, decision)
+        self._records.append((incident.number, decision))
+        self._await_resume = aware
+        return decision
+
+    def _recover(self, decision: Decision) -> None:
+        """Begin what was decided. The rest follows as the ranks answer."""
+        now, wall = time.monotonic(), time.time()
+        if decision.rung is Rung.STOP:
+            self._stop(decision)
+        elif decision.rung is Rung.RESTART_ALL:
+            self._started = now
+            self.execution.restart(now, wall, restarts=self._restarts(), cause=decision.id)
+        else:
+            self.execution.repair(decision, now, wall)
+
+    def _report_if_over(self) -> None:
+        incident = self.incident
+        if incident is None or incident.decision is None or incident.fresh or self.execution.problem:
+            return
+        stage = self.execution.stage
+        blind = incident.decision.rung is Rung.RESTART_ALL and not self._await_resume and stage is Stage.PARKING
+        if stage is Stage.IDLE or blind:
+            self._close("")
+
+    # --- the parts of it ----------------------------------------------------------------------------------------
+
+    def _take(self, inbound: Inbound, now: float, wall: float) -> list[Sighting]:
+        link, message = inbound.link, inbound.message
+        if isinstance(message, AgentHello):
+            return self._greet(link, message, now, wall)
+        agent = self.fleet.agents.get(self._nodes.get(link, ""))
+        if agent is None or agent.link is not link:
+            self._nodes.pop(link, None)
+            return []
+        if message is None:
+            agent.link, agent.gone_since = None, now
+            return []
+        agent.heard = now
+        if isinstance(message, PortPicked):
+            self.execution.port_picked(message)
+        elif isinstance(message, LeaveJob):
+            self._shut_down(EXIT_FAILED, message.reason)
+        return self.intake.take(agent, message, wall=wall)
+
+    def _greet(self, link: Link, hello: AgentHello, now: float, wall: float) -> list[Sighting]:
+        greeting = self.admission.greet(link, hello, now)
+        if greeting.agent is None:
+            link.send(Rejected(reason=greeting.refusal))
+            return []
+        agent, found = greeting.agent, []
+        self._nodes[link] = agent.node
+        link.send(Welcome(node_rank=self.admission.node_rank(agent)))
+        if greeting.replaced is not None:
+            found = self.intake.agent_lost(greeting.replaced, "its agent was started anew", 0.0, wall)
+        elif greeting.returned:
+            for status in hello.ranks:
+                if self.takeover is not None:
+                    self.takeover.adopt(status)
+                elif status.parked is not None:
+                    self.intake.catch_up(status.rank, status.parked, wall)
+        return found
+
+    def _incident(self, event: Event | None) -> Incident:
+        if self.incident is None:
+            now = time.monotonic()
+            self.incidents += 1
+            version = max(self.fleet.high_version, event.step if event is not None else -1)
+            deadline = now + self.settings.echo_window_s
+            self.incident = Incident(number=self.incidents, opened=now, fault_version=version, echo_deadline=deadline)
+        elif event is not None and not self.incident.fresh:
+            self.incident.echo_deadline = time.monotonic() + self.settings.echo_window_s
+        return self.incident
+
+    def _repairing(self) -> bool:
+        return self.incident is not None and self.incident.decision is not None
+
+    def _is_new_work(self, fresh: list[Event]) -> bool:
+        """Whether these events ask for more than what is under way."""
+        if self.execution.stage in (Stage.WAITING_FOR_NODES, Stage.PICKING_PORT):
+            return False
+        if self.fleet.in_state(RankState.LOST):
+            return True
+        return any(event.generation >= self.fleet.generation for event in fresh)
+
+    def _situation(self, diagnosis: Diagnosis, incident: Incident) -> Situation:
+        fleet = self.fleet
+        survivors = [rank for rank in fleet.members() if rank.rank not in diagnosis.lost]
+        fault = self.catalog.get(diagnosis.code)
+        lost_nodes = {fleet.ranks[number].node for number in diagnosis.lost}
+        return Situation(
+            aware=fleet.aware,
+            in_training=bool(survivors)
+            and not fleet.dismissed
+            and all(rank.can_be_interrupted() for rank in survivors),
+            settled=time.monotonic() - self._started > SETTLED_S,
+            programming=fault is not None and fault.kind == "programming",
+            survivors=len(survivors),
+            nodes_up=all(fleet.agents[node].connected for node in lost_nodes),
+            exited=len(fleet.in_state(RankState.EXITED)),
+            tried=incident.tried,
+            budget=self.budget,
+            restarts_allowed=self._restarts()[1],
+            no_progress_limit=max(1, self.settings.no_progress_limit),
+            history={rung: _mean(costs) for rung, costs in self.costs.items()},
+        )
+
+    def _restarts(self) -> tuple[int, int]:
+        allowed = self.spec.max_restarts if self.spec.max_restarts >= 0 else self.settings.max_restarts
+        return self.budget.restarts_used, allowed
+
+    def _start_job(self, now: float, wall: float) -> None:
+        self.fleet.place(self.fleet.connected())
+        self._started = now
+        self.execution.restart(now, wall, restarts=self._restarts(), cause="", first=True)
+
+    def _close(self, detail: str) -> None:
+        """The incident is over: write down what it cost, and say it in one line."""
+        incident, marks, fleet = self.incident, self.execution.marks, self.fleet
+        if incident is None:
+            return
+        self._note_actions()
+        recovery, report = compose(
+            incident,
+            timeline(incident, marks, fleet, time.monotonic()),
+            marks.sources,
+            fleet.generation,
+            time.time(),
+            detail,
+        )
+        self._records += [(incident.number, recovery), (incident.number, report)]
+        if report.ok:
+            self.costs.setdefault(report.rung, []).append(report.cost)
+        self.incident = None
+        self._tell(one_line(report, recovery))
+
+    def note_takeover(self, signal: Signal, down_s: float) -> None:
+        """Write down that a former controller was lost and nothing had to be repaired."""
+        event = classify(signal, self.catalog)
+        diagnosis = diagnose([event], Facts(), at=signal.at, waited=True)
+        if diagnosis is not None:
+            self.incidents += 1
+            report = controller_lost(diagnosis, self.incidents, down_s, (signal.id, event.id, diagnosis.id))
+            self._records += [(report.incident, record) for record in (signal, event, diagnosis, report)]
+            self._tell(report.summary)
+
+    def _stop(self, decision: Decision) -> None:
+        incident = self._incident(None)
+        diagnosis = incident.newest_diagnosis()
+        summary = diagnosis.summary if diagnosis is not None else decision.why
+        fault = self.catalog.get(diagnosis.code) if diagnosis is not None else None
+        advice = f"\n  {fault.advice}" if fault is not None and fault.advice else ""
+        root = next((event for event in incident.events if diagnosis is not None and event.id == diagnosis.root), None)
+        culprit = root.rank if root is not None else -1
+        self._close("")
+        self._shut_down(exit_code_of(decision), f"{summary}; {decision.why}{advice}", culprit)
+
+    def _end_if_done(self) -> None:
+        if self.exit_code is None and self.fleet.done:
+            if self._repairing():
+                self._close("")
+            self._shut_down(EXIT_DONE, "done")
+
+    def _shut_down(self, code: int, reason: str, culprit: int = -1) -> None:
+        self.exit_code = code
+        order = Shutdown(exit_code=code, reason=reason, culprit=culprit, grace_s=self.spec.shutdown_grace_s)
+        for agent in self.fleet.connected():
+            agent.send(order)
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _note_actions(self) -> None:
+        actions, self.execution.actions = self.execution.actions, []
+        number = self.incident.number if self.incident is not None else 0
+        if self.incident is not None:
+            self.incident.acted(actions)
+        self._records += [(number, action) for action in actions]
+
+    def _write(self) -> None:
+        """One transaction per turn, before any of its messages leaves: they are sent when this turn is over."""
+        self._note_actions()
+        state: dict[str, Any] = {
+            "generation": self.fleet.generation,
+            "incidents": self.incidents,
+            "open": self.incident.number if self.incident is not None else 0,
+            "budget": msgspec.to_builtins(self.budget),
+            "placement": list(self.fleet.placed().items()),
+            "incarnations": {agent.node: agent.incarnation for agent in self.fleet.agents.values()},
+            "master": list(self.execution.master),
+            "exit_code": self.exit_code,
+            "alive": alive_mark(time.monotonic()),
+        }
+        changed = {key: value for key, value in state.items() if self._written.get(key) != value}
+        records, self._records = self._records, []
+        ok = self.journal.append(records, changed)
+        self._written.update(changed)
+        if not ok and self._journal_ok:
+            self._tell(f"the journal {self.journal.path} cannot be written now; training goes on, check the disk")
+        self._journal_ok = ok
+
+    def _next_deadline(self) -> float | None:
+        times = [self.intake.next_deadline(), self.execution.next_deadline()]
+        if not self.fleet.ranks:
+            times.append(self.admission.next_deadline())
+        if self.takeover is not None:
+            times.append(self.takeover.deadline())
+        if self.incident is not None and self.incident.fresh:
+            times.append(self.incident.echo_deadline)
+        return min((time for time in times if time is not None), default=None)
+
+
+def _mean(costs: list[Cost]) -> Cost:
+    total = {name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in Cost.__struct_fields__}
+    return Cost(**total)
+
+
+if __name__ == "__main__":
+    from rerail.runtime.server import main
+
+    sys.exit(main())

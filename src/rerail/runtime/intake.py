@@ -1,0 +1,189 @@
+"""Turns agents' messages and passing deadlines into fleet updates and, where something went wrong, Signals.
+
+The controller's `detect`: called by `runtime.controller` for every message and every turn. Judges nothing: what a signal
+means is for `detect.classify` and `diagnose`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from rerail.config import Settings
+from rerail.flow import Signal, new_id
+from rerail.runtime.fleet import Agent, Fleet, Rank, RankState
+from rerail.runtime.wire import (
+    Beat,
+    CommFailed,
+    Finished,
+    Formed,
+    FromRank,
+    Joined,
+    Observed,
+    Parked,
+    Raised,
+    RankExited,
+    Relayed,
+    Resumed,
+    Standbys,
+    ToController,
+)
+
+_ENDS_RANK = ("process.exit", "step.hang", "park.timeout", "build.timeout")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A signal with what only the controller's own clock knows about it."""
+
+    signal: Signal
+    age_s: float = 0.0
+
+
+class Intake:
+    """Reads messages into the fleet; `wall` gives the time for people, durations come from the caller's `now`."""
+
+    def __init__(self, fleet: Fleet, job: str, settings: Settings) -> None:
+        self._fleet = fleet
+        self._job = job
+        self._settings = settings
+
+    def take(self, agent: Agent, message: ToController, *, wall: float) -> list[Sighting]:
+        """Apply one message; the faults it speaks of come back."""
+        match message:
+            case Relayed(rank=number, message=inner):
+                return self._from_rank(number, inner, wall)
+            case Observed(signal=signal, age_s=age):
+                return self._observed(agent, signal, age)
+            case RankExited(rank=number, generation=generation):
+                rank = self._fleet.ranks.get(number)
+                if rank is not None and generation >= rank.assigned:
+                    rank.move(RankState.EXITED)
+            case Standbys(ready=ready, warming=warming):
+                agent.ready, agent.warming = ready, warming
+            case Beat(versions=versions):
+                for number, version in versions.items():
+                    self._fleet.saw_version(number, version)
+            case _:
+                pass
+        return []
+
+    def catch_up(self, number: int, parked: Parked, wall: float) -> None:
+        """An agent is back and tells again what may have been lost with its connection."""
+        self._from_rank(number, parked, wall)
+
+    def lost_agents(self, now: float, wall: float) -> list[Sighting]:
+        """Nodes whose time to come back, or to say anything, is over."""
+        found = []
+        for agent in self._fleet.agents.values():
+            silent = now - agent.heard
+            if agent.gone_since is not None and now - agent.gone_since >= self._settings.agent_back_s:
+                found.extend(self.agent_lost(agent, "connection closed", now - agent.gone_since, wall))
+            elif agent.connected and silent >= self._settings.agent_lost_s:
+                found.extend(self.agent_lost(agent, f"no word for {silent:.1f} s", silent, wall))
+        return found
+
+    def agent_lost(self, agent: Agent, how: str, age: float, wall: float) -> list[Sighting]:
+        """All ranks of this node are gone, or out of reach, which comes to the same. Said once."""
+        ranks = [rank for rank in self._fleet.on_node(agent.node) if rank.state is not RankState.EXITED]
+        alive = [rank for rank in ranks if rank.move(RankState.LOST)]
+        if agent.link is not None:
+            agent.link.close()
+        agent.link, agent.gone_since = None, None
+        if not alive:
+            return []
+        step = max(rank.version for rank in alive)
+        signal = self.signal("agent.lost", agent.node, -1, wall, step=step, message=how)
+        return [Sighting(signal, age)]
+
+    def next_deadline(self) -> float | None:
+        """When `lost_agents` may have something to say, in monotonic seconds."""
+        times = [
+            agent.gone_since + self._settings.agent_back_s
+            if agent.gone_since is not None
+            else agent.heard + self._settings.agent_lost_s
+            for agent in self._fleet.agents.values()
+            if agent.connected or agent.gone_since is not None
+        ]
+        return min(times, default=None)
+
+    def signal(
+        self, source: str, node: str, rank: int, wall: float, *, step: int = -1, **payload: str | int | float | bool
+    ) -> Signal:
+        """A signal of the controller's own."""
+        return Signal(
+            id=new_id("signal"),
+            job=self._job,
+            at=wall,
+            source=source,
+            node=node,
+            rank=rank,
+            generation=self._fleet.generation,
+            step=step,
+            payload=payload,
+        )
+
+    def _observed(self, agent: Agent, signal: Signal, age: float) -> list[Sighting]:
+        signal = msgspec.structs.replace(signal, job=self._job, node=agent.node)
+        rank = self._fleet.ranks.get(signal.rank)
+        if rank is None:
+            return [Sighting(signal, age)] if signal.rank < 0 else []
+        if signal.generation < rank.assigned or rank.node != agent.node:
+            return []
+        if signal.source in _ENDS_RANK and (rank.state is RankState.LOST or not rank.move(RankState.LOST)):
+            return []
+        if signal.step < 0:
+            signal = msgspec.structs.replace(signal, step=rank.version)
+        return [Sighting(signal, age)]
+
+    def _from_rank(self, number: int, message: FromRank, wall: float) -> list[Sighting]:
+        rank = self._fleet.ranks.get(number)
+        if rank is None or rank.state is RankState.LOST:
+            return []
+        match message:
+            case Joined() if message.generation >= rank.assigned:
+                rank.joined, rank.replaceable = True, message.replaceable
+                rank.move(RankState.BUILDING)
+            case Parked() if message.generation >= self._fleet.generation:
+                if rank.move(RankState.PARKED):
+                    rank.parked = message
+                    rank.joined = rank.replaceable = True
+                    rank.trained = rank.trained or (message.in_training and not rank.newcomer)
+                    if message.in_training and message.intact:
+                        self._fleet.saw_version(number, message.version)
+            case Formed() if message.generation == self._fleet.generation:
+                if rank.move(RankState.RUNNING):
+                    rank.formed = message
+            case Resumed() if message.generation == self._fleet.generation:
+                rank.resumed, rank.trained, rank.newcomer = message, True, False
+                rank.usual_step_s = message.usual_step_s or message.step_s
+                self._fleet.saw_version(number, message.version)
+            case Finished():
+                self._fleet.saw_version(number, message.version)
+                rank.move(RankState.FINISHED)
+            case Raised() if message.generation >= rank.assigned:
+                rank.move(RankState.RAISED)
+                return [self._raised(rank, message, wall)]
+            case CommFailed() if message.generation >= rank.assigned:
+                signal = self.signal("collective.failed", rank.node, number, wall, step=message.version)
+                payload: dict[str, str | int | float | bool] = {"message": message.text}
+                return [
+                    Sighting(msgspec.structs.replace(signal, generation=message.generation, payload=payload)),
+                ]
+            case _:
+                pass
+        return []
+
+    def _raised(self, rank: Rank, message: Raised, wall: float) -> Sighting:
+        signal = self.signal(
+            "step.raised",
+            rank.node,
+            rank.rank,
+            wall,
+            step=message.version,
+            exception=message.exception,
+            message=message.text,
+            traceback=message.traceback,
+        )
+        return Sighting(msgspec.structs.replace(signal, generation=message.generation))

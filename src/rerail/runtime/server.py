@@ -1,0 +1,245 @@
+"""The controller's port: turns WebSocket frames into the controller's inbox and shows its state as JSON.
+
+    /agent    WebSocket, one msgpack message per frame (see `runtime.wire`)
+    /status   GET, JSON; asked by `rerail status` and the benchmark
+
+Called by the launcher through `python -m rerail.runtime.controller`, whose `main` is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from rerail.config import JobSpec, Settings
+from rerail.errors import JournalError, UsageError, WireError
+from rerail.runtime.controller import Controller, Inbound, say
+from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.runtime.wire import MAX_MESSAGE, AgentHello, Rejected, Shutdown, ToAgent, decode_to_controller, encode
+
+ADDRESS_FILE = "controller.json"
+EXIT_USAGE = 2
+HELLO_S = 10.0
+"""Seconds a connection may take to say who it is."""
+FAREWELL_S = 10.0
+"""Seconds beyond the grace period that agents may take to leave once the job is over."""
+
+
+class AgentLink:
+    """One agent's connection: what the controller sends is queued, so that its turns never wait."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+        self._outbox: asyncio.Queue[ToAgent | None] = asyncio.Queue()
+
+    def send(self, message: ToAgent) -> None:
+        self._outbox.put_nowait(message)
+
+    def close(self) -> None:
+        self._outbox.put_nowait(None)
+
+    async def deliver(self) -> None:
+        """Send what is queued until the connection ends."""
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
+            while (message := await self._outbox.get()) is not None:
+                await self._websocket.send_bytes(encode(message))
+                if isinstance(message, Rejected):
+                    break
+            await self._websocket.close()
+
+
+class Door:
+    """The HTTP side of one controller."""
+
+    def __init__(self, controller: Controller, token: str) -> None:
+        self._controller, self._token = controller, token
+        self.open_links = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[WebSocketRoute("/agent", self.agent), Route("/status", self.status)])
+
+    async def agent(self, websocket: WebSocket) -> None:
+        """One agent's connection from greeting to end."""
+        await websocket.accept()
+        link, inbox = AgentLink(websocket), self._controller.inbox
+        self.open_links += 1
+        self.empty.clear()
+        delivery = asyncio.create_task(link.deliver(), name="deliver")
+        try:
+            first = decode_to_controller(await asyncio.wait_for(websocket.receive_bytes(), HELLO_S))
+            if not isinstance(first, AgentHello):
+                raise WireError(f"a connection began with {type(first).__name__} instead of AgentHello")
+            inbox.put_nowait(Inbound(link, first))
+            while True:
+                inbox.put_nowait(Inbound(link, decode_to_controller(await websocket.receive_bytes())))
+        except (WebSocketDisconnect, TimeoutError, OSError, KeyError, RuntimeError):
+            pass
+        except WireError as error:
+            # the message is dropped with its connection; the agent dials again and tells where its ranks stand
+            say(str(error))
+            link.send(Rejected(reason=str(error)))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(delivery), 1.0)
+        finally:
+            inbox.put_nowait(Inbound(link, None))
+            delivery.cancel()
+            self.open_links -= 1
+            if not self.open_links:
+                self.empty.set()
+
+    async def status(self, request: Request) -> Response:
+        """The fleet as JSON, for whoever knows the token."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return JSONResponse({"error": "the token is wrong or missing (Authorization: Bearer TOKEN)"}, 401)
+        return JSONResponse(status_of(self._controller))
+
+
+def status_of(controller: Controller) -> dict[str, Any]:
+    """What `/status` shows."""
+    fleet = controller.fleet
+    return {
+        "job": controller.spec.job,
+        "generation": fleet.generation,
+        "stage": controller.execution.stage.value,
+        "aware": fleet.aware,
+        "world_size": len(fleet.ranks),
+        "version": max((rank.version for rank in fleet.ranks.values()), default=-1),
+        "incidents": controller.incidents,
+        "open_incident": controller.incident.number if controller.incident is not None else 0,
+        "restarts_used": controller.budget.restarts_used,
+        "standbys": sum(agent.ready for agent in fleet.connected()),
+        "nodes": [
+            {"node": a.node, "connected": a.connected, "standbys": a.ready, "warming": a.warming}
+            for a in fleet.agents.values()
+        ],
+        "ranks": [
+            {"rank": r.rank, "node": r.node, "state": r.state.value, "version": r.version, "joined": r.joined}
+            for r in fleet.ranks.values()
+        ],
+    }
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise SIGTERM again after a clean end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(spec: JobSpec, settings: Settings, journal: Journal, token: str, listener: socket.socket) -> None:
+    """Run the controller on this socket until its job is over or SIGTERM comes."""
+    controller = Controller(spec, settings, journal, token)
+    door = Door(controller, token)
+    config = uvicorn.Config(
+        door.app(),
+        log_level="error",
+        lifespan="off",
+        ws="websockets-sansio",
+        ws_max_size=MAX_MESSAGE,
+        ws_per_message_deflate=False,
+        access_log=False,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
+    running = asyncio.create_task(controller.run(), name="controller")
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.cancel)
+    publish(spec, listener, token)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_farewell(controller, door), spec.shutdown_grace_s + FAREWELL_S)
+    server.should_exit = True
+    server.force_exit = True
+    await serving
+
+
+async def _farewell(controller: Controller, door: Door) -> None:
+    """Wait until all agents have gone; one that comes back late is told that the job is over."""
+    leaving = asyncio.create_task(door.empty.wait())
+    while not leaving.done():
+        news = asyncio.create_task(controller.inbox.get())
+        await asyncio.wait({leaving, news}, return_when=asyncio.FIRST_COMPLETED)
+        if news.done() and isinstance(news.result().message, AgentHello):
+            news.result().link.send(Shutdown(exit_code=controller.exit_code or 0, reason="the job is over"))
+        news.cancel()
+
+
+def listen(spec: JobSpec) -> socket.socket:
+    """The controller's socket: where it was before if this is a new controller of a running job."""
+    port = spec.endpoint_port or _former_port(spec)
+    family = socket.AF_INET6 if ":" in spec.endpoint_host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((spec.endpoint_host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"port {port} on {spec.endpoint_host} cannot be opened: {error.strerror}"
+            if error.errno != 98
+            else f"port {port} on {spec.endpoint_host} is in use",
+            hint="choose another: rerail run --rdzv-endpoint HOST:PORT",
+        ) from error
+    return listener
+
+
+def publish(spec: JobSpec, listener: socket.socket, token: str) -> None:
+    """Write where the controller listens, readable by its user only; the file is whole or not there."""
+    path = Path(spec.run_dir) / ADDRESS_FILE
+    body = json.dumps(
+        {"host": spec.endpoint_host, "port": listener.getsockname()[1], "pid": os.getpid(), "token": token}
+    )
+    draft = path.with_suffix(".tmp")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(body)
+    os.replace(draft, path)
+
+
+def _former_port(spec: JobSpec) -> int:
+    try:
+        return int(json.loads((Path(spec.run_dir) / ADDRESS_FILE).read_text())["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def main() -> int:
+    """Entry of the controller process; what it needs stands in its environment."""
+    spec = msgspec.json.decode(os.environ["RERAIL_SPEC"], type=JobSpec)
+    settings = msgspec.json.decode(os.environ.get("RERAIL_SETTINGS", "{}"), type=Settings)
+    token = os.environ.get("RERAIL_TOKEN", "")
+    try:
+        journal = Journal(Path(spec.run_dir) / FILE_NAME)
+        listener = listen(spec)
+    except (JournalError, UsageError) as error:
+        print(f"rerail run: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    try:
+        asyncio.run(serve(spec, settings, journal, token, listener))
+    finally:
+        journal.close()
+    return 0

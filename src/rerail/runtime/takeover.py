@@ -1,0 +1,168 @@
+"""A new controller takes over: turns the journal and the agents' greetings into the fleet as it is now.
+
+Called by `runtime.controller` when the journal tells of a job that has not ended. Ranks train on meanwhile. Once every
+agent is back, or given up, either nothing has to be done, or what the former controller had begun is begun anew in the
+next generation: generations fence off whatever of its orders are still under way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rerail.decide.budget import Budget
+from rerail.flow import Cost, Report, Rung, Signal
+from rerail.runtime.fleet import Agent, Fleet, RankState
+from rerail.runtime.incident import Incident
+from rerail.runtime.intake import Intake, Sighting
+from rerail.runtime.journal import Journal
+from rerail.runtime.wire import RankStatus
+
+QUIET_S = 0.1
+"""After the last greeting: what agents saw meanwhile follows right behind it and is heard first."""
+
+_BUILDING = (RankState.STARTING, RankState.BUILDING, RankState.PARKED)
+_BETWEEN = (RankState.PARKED, RankState.INTERRUPTED, RankState.FORMING, RankState.RAISED)
+
+
+class Driver(Protocol):
+    """What is needed of `recover.execute.Execution`."""
+
+    master: tuple[str, int]
+
+    def restart(self, now: float, wall: float, *, restarts: tuple[int, int], cause: str) -> None: ...
+
+    def take_over(self, now: float, wall: float) -> None: ...
+
+
+class Desk(Protocol):
+    """What is needed of `runtime.controller.Controller`; the controller knows this module, not the other way round."""
+
+    fleet: Fleet
+    intake: Intake
+    incident: Incident | None
+    incidents: int
+    budget: Budget
+    costs: dict[Rung, list[Cost]]
+
+    @property
+    def execution(self) -> Driver: ...
+
+    def note_takeover(self, signal: Signal, down_s: float) -> None: ...
+
+
+class Takeover:
+    """The time from the first look at the journal until the fleet is known again."""
+
+    def __init__(self, controller: Desk, state: dict[str, Any], now: float) -> None:
+        self._controller = controller
+        self._down_s = _down_for(state.get("alive"), now)
+        self._statuses: dict[int, RankStatus] = {}
+        fleet = controller.fleet
+        fleet.generation = int(state["generation"])
+        fleet.restore_placement([(str(node), int(slots)) for node, slots in state["placement"]])
+        host, port = state["master"]
+        controller.execution.master = (str(host), int(port))
+        incarnations = state["incarnations"]
+        for node, slots in fleet.placed().items():
+            fleet.agents[node] = Agent(
+                node=node,
+                address="",
+                slots=slots,
+                node_rank=-1,
+                incarnation=str(incarnations.get(node, "")),
+                heard=now,
+                gone_since=now,
+            )
+
+    @classmethod
+    def of(cls, controller: Desk, journal: Journal, now: float) -> Takeover | None:
+        """Restore the counters; if the job was under way, prepare to take over."""
+        state = journal.state()
+        controller.incidents = int(state.get("incidents", 0))
+        if not state.get("placement") or state.get("exit_code") is not None:
+            return None
+        controller.budget = msgspec.convert(state.get("budget", {}), Budget)
+        controller.fleet.high_version = controller.budget.high_version
+        for report in journal.records(kind="report"):
+            if isinstance(report, Report) and report.ok and report.attempts:
+                controller.costs.setdefault(report.rung, []).append(report.cost)
+        return cls(controller, state, now)
+
+    def adopt(self, status: RankStatus) -> None:
+        """An agent's word for one of its ranks."""
+        self._statuses[status.rank] = status
+        self._controller.fleet.adopt(status)
+
+    def settled(self, now: float) -> bool:
+        """Every agent is back or given up, and what they had to say has been heard."""
+        agents = [self._controller.fleet.agents[node] for node in self._controller.fleet.placed()]
+        if any(agent.gone_since is not None for agent in agents):
+            return False
+        return now >= max((agent.heard for agent in agents if agent.connected), default=0.0) + QUIET_S or bool(
+            self._controller.incident
+        )
+
+    def deadline(self) -> float | None:
+        agents = [agent for agent in self._controller.fleet.agents.values() if agent.connected]
+        return max((agent.heard for agent in agents), default=0.0) + QUIET_S if agents else None
+
+    def finish(self, now: float, wall: float) -> list[Sighting]:
+        """What is to be done now, as signals; none when all is well."""
+        controller, fleet = self._controller, self._controller.fleet
+        if not self._statuses and all(rank.state is RankState.STARTING for rank in fleet.ranks.values()):
+            controller.execution.restart(now, wall, restarts=(0, 0), cause="")
+            return []
+        found = self._vanished(wall)
+        if found or controller.incident is not None or fleet.in_state(RankState.LOST):
+            return found
+        states = {rank.state for rank in fleet.members()}
+        untrained = not any(rank.trained for rank in fleet.ranks.values())
+        if untrained and states <= set(_BUILDING):
+            controller.execution.take_over(now, wall)
+        elif states & set(_BETWEEN):
+            return [Sighting(self._signal(wall), self._down_s)]
+        controller.note_takeover(self._signal(wall), self._down_s)
+        return []
+
+    def _vanished(self, wall: float) -> list[Sighting]:
+        """Ranks that died and whose end was told to the former controller only."""
+        found = []
+        for rank in self._controller.fleet.ranks.values():
+            status = self._statuses.get(rank.rank)
+            connected = self._controller.fleet.agents[rank.node].connected
+            if connected and (status is None or status.state == RankState.LOST) and rank.move(RankState.LOST):
+                signal = self._controller.intake.signal(
+                    "process.exit",
+                    rank.node,
+                    rank.rank,
+                    wall,
+                    step=rank.version,
+                    evidence="ended between two controllers",
+                )
+                found.append(Sighting(signal))
+        return found
+
+    def _signal(self, wall: float) -> Signal:
+        return self._controller.intake.signal("controller.lost", "", -1, wall, stalled_s=self._down_s)
+
+
+def alive_mark(now: float) -> list[Any]:
+    """A sign of life for the journal, whole seconds: a new controller sees how long there was none."""
+    return [int(now), _boot_id()]
+
+
+def _down_for(mark: Any, now: float) -> float:
+    """Seconds since the mark, 0 when it is of another boot: the monotonic clock began anew then."""
+    if not isinstance(mark, list) or len(mark) != 2 or mark[1] != _boot_id():
+        return 0.0
+    return max(0.0, now - float(mark[0]))
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,439 @@
+"""Messages between controller, agents and ranks, and how they travel.
+
+    controller <-- WebSocket, one msgpack message per frame --> agent <-- socketpair, length-prefixed --> rank
+
+A rank's life in messages (agent to rank above the line, rank to agent below it):
+
+    Assign              Form                Interrupt            Form
+    ------------------------------------------------------------------------------->
+    Warm     Joined, Parked   Formed, Resumed          Parked         Formed, Resumed     Finished
+
+Every generation is formed the same way, the first one too: all ranks are parked, the controller sees who holds
+which version, and one `Plan` says who gets its state from where. A newcomer parks after it has built its model alone.
+
+Called by `runtime.controller`, `runtime.agent` and `session.link`; needs msgspec and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+from rerail.errors import WireError
+from rerail.flow import Signal
+
+MAX_MESSAGE = 8 << 20
+"""Bytes. A longer message is a defect or an attack, never state: tensors do not travel here."""
+
+_LENGTH = struct.Struct("!I")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag."""
+
+
+# --- controller's plan of a generation -------------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank's state at the plan's version comes from."""
+
+    kind: str
+    """`own` (it holds it), `replica` (from living rank `rank`), `snapshot` (its arena), `initial` (as constructed)."""
+    rank: int = -1
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation `generation`: who takes part, where its store lives, which version all resume from."""
+
+    generation: int
+    world_size: int
+    store_host: str
+    store_port: int
+    store_rank: int
+    """The rank whose process serves the store; chosen among survivors, so that no node is special."""
+    version: int
+    """Completed updates to resume from; 0 in a new job."""
+    sources: dict[int, Source]
+
+
+# --- agent -> rank ---------------------------------------------------------------------------------------------
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """You are this rank from now on. Two file descriptors travel with it: step clock, snapshot arena."""
+
+    generation: int
+    rank: int
+    world_size: int
+    newcomer: bool
+    """True where living survivors wait: build alone, rehearse, then park."""
+    restored: bool = False
+    """True when the arena of this rank may hold snapshots of an earlier process."""
+    store_rank: int = 0
+    """The rank that opens the store of this generation when it parks."""
+    store_bind: str = "127.0.0.1"
+    """Address the store listens on, if this rank opens it."""
+    env: dict[str, str] = {}
+    """torchrun's variables for this rank."""
+
+
+class Interrupt(Message, frozen=True, kw_only=True):
+    """Generation `generation` is to be formed: leave the collectives of older ones, finish nothing, park."""
+
+    generation: int
+    store_rank: int
+    store_bind: str = "127.0.0.1"
+
+
+class Form(Message, frozen=True, kw_only=True):
+    """All are parked: form this generation and go on."""
+
+    plan: Plan
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """The job ends. The rank re-raises its own exception if it is the culprit, else it exits quietly."""
+
+    reason: str
+    culprit: bool = False
+
+
+# --- rank -> agent ---------------------------------------------------------------------------------------------
+
+
+class Warm(Message, frozen=True, kw_only=True):
+    """A standby is ready to be promoted."""
+
+    at_join: bool
+    """True: the script waits inside `rerail.join()`. False: torch is imported, the script has not begun."""
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The script has called `rerail.join()`: it can be repaired in place."""
+
+    rank: int
+    generation: int
+    replaceable: bool
+    """False when the script made its own default process group before join()."""
+
+
+class Parked(Message, frozen=True, kw_only=True):
+    """Outside any step and waiting for `generation` to be formed."""
+
+    rank: int
+    generation: int
+    version: int
+    """Completed updates held in memory."""
+    intact: bool
+    """False when an optimizer step was begun and not ended, or nothing real is held yet (a newcomer)."""
+    in_training: bool
+    """False before the first step: nothing to lose, nothing to replay."""
+    small_versions: tuple[int, ...] = ()
+    """Versions whose RNG, cursor and schedule this rank can restore by itself."""
+    snapshots: tuple[int, ...] = ()
+    """Versions sealed in its arena, state tensors included."""
+    replicas: tuple[int, ...] = ()
+    """Ranks that hold the very same state, itself included."""
+    in_guard: bool = False
+    """Inside `job.guard()`: a newcomer cannot join there."""
+    store_port: int = 0
+    """Set by the rank that opened the store of `generation`."""
+    phases: dict[str, float] = {}
+    """Seconds spent since the assignment or the interrupt: `build`, `rehearse`, `run_out`."""
+
+
+class Formed(Message, frozen=True, kw_only=True):
+    """Groups stand and state is loaded; the step is about to run."""
+
+    rank: int
+    generation: int
+    version: int
+    phases: dict[str, float] = {}
+    """Seconds: `communication`, `load`."""
+
+
+class Resumed(Message, frozen=True, kw_only=True):
+    """The first step of the generation is complete."""
+
+    rank: int
+    generation: int
+    version: int
+    step_s: float
+    usual_step_s: float = 0.0
+    """Median of the steps before the fault, 0 where unknown."""
+
+
+class Raised(Message, frozen=True, kw_only=True):
+    """The user's code raised inside `job.step()` or `job.guard()`; the rank lives and waits for a verdict."""
+
+    rank: int
+    generation: int
+    version: int
+    exception: str
+    """Type name, with module unless builtin."""
+    text: str
+    traceback: str
+
+
+class CommFailed(Message, frozen=True, kw_only=True):
+    """A collective failed without an interrupt: an echo of a fault elsewhere, or the only sign of one."""
+
+    rank: int
+    generation: int
+    version: int
+    text: str
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """`job.steps` has reached its end on this rank."""
+
+    rank: int
+    version: int
+
+
+class Dismiss(Message, frozen=True, kw_only=True):
+    """All ranks have finished: leave the loop. Until then a finished rank stays to help repair the others."""
+
+
+FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished
+ToRank = Assign | Interrupt | Form | Dismiss | Stop
+
+
+# --- agent -> controller ---------------------------------------------------------------------------------------
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent knows of one of its ranks; sent on every (re)connect."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    generation: int
+    state: str
+    """One of `runtime.fleet.RankState`."""
+    joined: bool
+    replaceable: bool
+    version: int
+    parked: Parked | None = None
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """First message of every connection. `ranks` is empty at the start of a job."""
+
+    job: str
+    token: str
+    node: str
+    address: str
+    """Where other nodes reach this one."""
+    slots: int
+    """Ranks this node runs (--nproc-per-node)."""
+    node_rank: int = -1
+    """As asked for by --node-rank, or -1."""
+    incarnation: str
+    """Changes when the agent process is a new one: then its old ranks are gone."""
+    ranks: tuple[RankStatus, ...] = ()
+    standbys_ready: int = 0
+
+
+class PortPicked(Message, frozen=True, kw_only=True):
+    """Answer to PickPort."""
+
+    generation: int
+    port: int
+
+
+class Observed(Message, frozen=True, kw_only=True):
+    """A detector on the node saw something."""
+
+    signal: Signal
+    age_s: float = 0.0
+    """Seconds between the fault itself and this message, as far as the detector can tell."""
+
+
+class Relayed(Message, frozen=True, kw_only=True):
+    """A message of one of the agent's ranks."""
+
+    rank: int
+    message: FromRank
+
+
+class RankExited(Message, frozen=True, kw_only=True):
+    """A rank ended with exit code 0. Any other end is an Observed signal `process.exit`."""
+
+    rank: int
+    generation: int
+
+
+class Standbys(Message, frozen=True, kw_only=True):
+    """How many standbys are warm, and how many are on their way."""
+
+    ready: int
+    warming: int
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """The agent is alive; carries the newest version of each of its ranks."""
+
+    versions: dict[int, int]
+
+
+class LeaveJob(Message, frozen=True, kw_only=True):
+    """The user asked this agent to stop (Ctrl-C, SIGTERM): the job ends."""
+
+    reason: str
+
+
+# --- controller -> agent ---------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The agent is admitted."""
+
+    node_rank: int
+
+
+class Rejected(Message, frozen=True, kw_only=True):
+    """The agent may not take part; it must end its ranks (a stale or foreign agent)."""
+
+    reason: str
+
+
+class PickPort(Message, frozen=True, kw_only=True):
+    """Pick a free port for MASTER_PORT of this generation."""
+
+    generation: int
+
+
+class Start(Message, frozen=True, kw_only=True):
+    """Start all local ranks afresh: end the ones of older generations, then assign these."""
+
+    generation: int
+    assignments: tuple[Assign, ...]
+    grace_s: float = 0.0
+    """How long old ranks may take to end after SIGTERM; 0 means SIGKILL at once."""
+
+
+class Promote(Message, frozen=True, kw_only=True):
+    """End what is left of `assignment.rank` and give its place to a standby, warm if there is one."""
+
+    assignment: Assign
+
+
+class InterruptAll(Message, frozen=True, kw_only=True):
+    """Pass an Interrupt to the named local ranks."""
+
+    interrupt: Interrupt
+    ranks: tuple[int, ...]
+
+
+class FormAll(Message, frozen=True, kw_only=True):
+    """Pass a Form to all local ranks."""
+
+    plan: Plan
+
+
+class DismissAll(Message, frozen=True, kw_only=True):
+    """Pass a Dismiss to all local ranks: every rank of the job has sent Finished."""
+
+
+class Shutdown(Message, frozen=True, kw_only=True):
+    """The job ends: end every process and exit with this code."""
+
+    exit_code: int
+    reason: str
+    culprit: int = -1
+    """The rank whose traceback is the one to show, or -1."""
+    grace_s: float = 5.0
+
+
+ToController = AgentHello | PortPicked | Observed | Relayed | RankExited | Standbys | Beat | LeaveJob
+ToAgent = Welcome | Rejected | PickPort | Start | Promote | InterruptAll | FormAll | DismissAll | Shutdown
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_to_controller = msgspec.msgpack.Decoder(ToController)
+_to_agent = msgspec.msgpack.Decoder(ToAgent)
+
+
+def encode(message: Message) -> bytes:
+    """One message as msgpack, checked for size."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"{type(message).__name__} has {len(data)} bytes; at most {MAX_MESSAGE} travel in one message")
+    return data
+
+
+def decode_to_controller(data: bytes) -> ToController:
+    """Parse and validate what an agent sent."""
+    return _decode(_to_controller, data, "an agent")  # type: ignore[return-value]
+
+
+def decode_to_agent(data: bytes) -> ToAgent:
+    """Parse and validate what the controller sent."""
+    return _decode(_to_agent, data, "the controller")  # type: ignore[return-value]
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Parse and validate what a rank sent."""
+    return _decode(_from_rank, data, "a rank")  # type: ignore[return-value]
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Parse and validate what the agent sent to its rank."""
+    return _decode(_to_rank, data, "the agent")  # type: ignore[return-value]
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, data: bytes, sender: str) -> object:  # type: ignore[type-arg]
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"malformed message from {sender} ({len(data)} bytes): {error}") from error
+
+
+def frame(message: Message) -> bytes:
+    """A message as it goes through a rank's socketpair."""
+    data = encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The agent's side: the next frame of a rank, or None when the rank has closed its end."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > MAX_MESSAGE:
+            raise WireError(f"a rank announced a message of {length} bytes; at most {MAX_MESSAGE} are accepted")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+        return None
+
+
+def recv_frame(sock: socket.socket) -> tuple[bytes, list[int]] | None:
+    """The rank's side, blocking: the next frame and the file descriptors that came with it, or None at the end."""
+    fds: list[int] = []
+    head = _recv_exactly(sock, _LENGTH.size, fds)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_MESSAGE:
+        raise WireError(f"the agent announced a message of {length} bytes; at most {MAX_MESSAGE} are accepted")
+    body = _recv_exactly(sock, length, fds)
+    return None if body is None else (body, fds)
+
+
+def _recv_exactly(sock: socket.socket, count: int, fds: list[int]) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        try:
+            chunk, new_fds, _, _ = socket.recv_fds(sock, count - len(data), 4)
+        except ConnectionResetError:
+            return None
+        fds.extend(new_fds)
+        if not chunk:
+            return None
+        data += chunk
+    return data

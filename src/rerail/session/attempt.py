@@ -1,0 +1,72 @@
+"""One attempt at a step: has the update begun, has it ended, is what this rank holds still whole?
+
+Hooks on the tracked optimizers set the brackets. They are also where an interrupted attempt ends: `optimizer.step()`
+raises before it touches anything. Called by `session.job`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rerail.errors import StepInterrupted
+from rerail.runtime.clock import Phase, StepClock
+from rerail.session.c10d import cuda_in_use
+from rerail.session.fabric import fabric
+
+
+class Attempt:
+    """The brackets of the attempt under way."""
+
+    def __init__(self, clock: StepClock | None) -> None:
+        self._clock = clock
+        self.active = False
+        self.update_begun = False
+        self.updates_open = 0
+        self._solo_before_update = 0
+        self.watched = 0
+        """Optimizers with brackets. Without any, nobody can tell whether an interrupted step changed the state."""
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        self.watched += 1
+
+    def begin(self) -> None:
+        self.active, self.update_begun, self.updates_open = True, False, 0
+
+    def end(self, error: BaseException | None) -> bool:
+        """The attempt is over. True when it is complete: the version it leads to is whole."""
+        self.active = False
+        if error is not None or self.updates_open:
+            return False
+        if not fabric.interrupted:
+            return True
+        # A fault is known, but it came after the update and nothing was missed: the step stands.
+        return self.update_begun and fabric.solo_used == self._solo_before_update
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the state is still that of the step's start."""
+        return self.watched > 0 and not self.update_begun
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if fabric.interrupted and self.update_begun is False:
+            raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
+        if fabric.inner_backend != "gloo" and cuda_in_use():
+            # The update must not be queued behind a collective that may yet be aborted.
+            torch.cuda.current_stream().synchronize()
+            if fabric.interrupted:
+                raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
+        if not self.update_begun:
+            self._solo_before_update = fabric.solo_used
+        self.update_begun = True
+        self.updates_open += 1
+        if self._clock is not None:
+            self._clock.enter(Phase.UPDATE)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.updates_open -= 1
+        if self._clock is not None:
+            self._clock.enter(Phase.COMPUTE)

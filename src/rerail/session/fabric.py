@@ -1,0 +1,189 @@
+"""All process groups of this rank, and the one switch between living peers and none.
+
+    LIVE        collectives go to the peers of this generation
+    SOLO        the rank is alone: a newcomer building its model, or an interrupted step running out
+    CUT         the peers are gone and nobody has asked for solo results: a collective raises
+
+`interrupt()` may come from another thread at any time and frees whoever waits in a collective. `form()` builds the
+wires of a new generation under the same group objects. Called by `session.groups` (each collective) and
+`session.job`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rerail.errors import FencedError, StepInterrupted
+from rerail.session import sockets
+from rerail.session.c10d import PrefixStore, Store
+from rerail.session.store import ReplaceableStore, dial, serve
+
+if TYPE_CHECKING:
+    from rerail.session.groups import ReplaceableGroup
+
+FORM_TIMEOUT = timedelta(seconds=60)
+"""How long a rank waits for its peers while a generation is formed; a peer that dies meanwhile brings an interrupt."""
+
+
+class Mode(Enum):
+    """See the module's docstring."""
+
+    LIVE = "live"
+    SOLO = "solo"
+    CUT = "cut"
+
+
+class Fabric:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self.mode = Mode.SOLO
+        self.generation = -1
+        self.address = "127.0.0.1"
+        """Where this rank's groups listen."""
+        self.inner_backend = "gloo"
+        """What carries the collectives: `gloo`, `nccl`, or `cpu:gloo,cuda:nccl`."""
+        self.store = ReplaceableStore()
+        self._served: Store | None = None
+        """The store this rank serves, kept alive here."""
+        self.groups: list[ReplaceableGroup] = []
+        self.interrupted = False
+        """A fault is known and the current attempt is void."""
+        self.rehearsing = True
+        """No generation has been joined yet: being alone is fine, everywhere."""
+        self.shielded = False
+        """Inside `job.step()` or `job.guard()`: what comes out of a dead collective is thrown away."""
+        self.solo_used = 0
+        """Collectives carried out alone since the start."""
+        self.on_failure: Callable[[str], None] = lambda text: None
+        self.on_collective: Callable[[int], None] = lambda count: None
+        self.collectives = 0
+        self._before_forming: set[tuple[int, int]] | None = None
+        self._store_connections: set[tuple[int, int]] = set()
+        self._newest: Any = None
+        self._newest_since = 0
+        self._lock = threading.Lock()
+
+    # --- every collective passes here ---
+
+    def begin(self, work: Any) -> None:
+        """Remember the newest collective, for the beat thread."""
+        self._newest_since = time.monotonic_ns()
+        self._newest = work
+
+    def count(self) -> None:
+        self.collectives += 1
+        self.on_collective(self.collectives)
+
+    def pending_since(self) -> int:
+        """When the newest collective began, if it is not complete; else 0. Asked by the beat thread."""
+        work, since = self._newest, self._newest_since
+        if work is None:
+            return 0
+        try:
+            if not work.is_completed():
+                return since
+        except RuntimeError:
+            pass
+        self._newest = None
+        return 0
+
+    def failed(self, error: BaseException) -> None:
+        """A collective broke by itself: the attempt is void; tell the agent, who may not know yet."""
+        with self._lock:
+            first = not self.interrupted
+            self.interrupted = True
+            self._leave_peers()
+        if first:
+            self.on_failure(f"{type(error).__name__}: {error}")
+
+    def alone_or_raise(self) -> None:
+        """Called when a collective finds no peers: fine inside a shield or a rehearsal, an error elsewhere."""
+        if self.mode is Mode.CUT:
+            raise StepInterrupted(
+                "a collective outside job.step() met a fault. Put it under job.guard(function), "
+                "which repeats it when the job is whole again"
+            )
+        self.solo_used += 1
+
+    # --- generations ---
+
+    def interrupt(self) -> None:
+        """Void the attempt and free everyone who waits. Any thread."""
+        with self._lock:
+            self.interrupted = True
+            self._leave_peers()
+            groups, before, store = list(self.groups), self._before_forming, self._store_connections
+        for group in groups:
+            group.cut()
+        sockets.cut(store)
+        if before is not None:
+            # A peer died while wires were being laid: those laid so far belong to no group yet.
+            sockets.cut(sockets.established(sockets.open_sockets() - before))
+
+    def shield(self, on: bool) -> None:
+        """Enter or leave a block whose results are thrown away if a fault comes."""
+        with self._lock:
+            self.shielded = on
+            if self.mode is not Mode.LIVE:
+                self._leave_peers()
+
+    def serve(self) -> tuple[Store, int]:
+        """Open the store of the generation about to be formed, for all ranks; the store and its port."""
+        before = sockets.open_sockets()
+        self._served, port = serve(self.address)
+        self._store_connections = sockets.established(sockets.open_sockets() - before)
+        return self._served, port
+
+    def dial(self, host: str, port: int) -> Store:
+        """Connect to the store of the generation about to be formed. An interrupt cuts that connection."""
+        before = sockets.open_sockets()
+        connection = dial(host, port)
+        self._store_connections = sockets.established(sockets.open_sockets() - before)
+        return connection
+
+    def form(self, generation: int, store: Store) -> None:
+        """Build the wires of all groups for `generation`. Raises if it cannot be completed."""
+        with self._lock:
+            if generation <= self.generation:
+                raise FencedError(f"generation {generation} is not newer than {self.generation}")
+            self.generation = generation
+            self._before_forming = sockets.open_sockets()
+        self.store.target = PrefixStore(f"default/{generation}", store)
+        try:
+            shared = self._groups_known_to_all(generation, store)
+            for group in shared:
+                group.connect(PrefixStore(f"groups/{generation}/{group.key}", store))
+        finally:
+            self._before_forming = None
+        for group in self.groups:
+            if group not in shared:
+                group.disconnect()
+        with self._lock:
+            self.interrupted = self.rehearsing = False
+            self._newest = None
+            self.mode = Mode.LIVE
+
+    def _groups_known_to_all(self, generation: int, store: Store) -> list[ReplaceableGroup]:
+        """A newcomer has only the groups that construction makes; later ones cannot be rebuilt."""
+        if not self.groups:
+            return []
+        world = self.groups[0]
+        mine = msgspec.json.encode([group.key for group in self.groups]).decode()
+        store.set(f"known/{generation}/{world.own_rank}", mine)
+        lists = store.multi_get([f"known/{generation}/{rank}" for rank in range(world.own_size)])
+        known = [set(msgspec.json.decode(keys, type=list[str])) for keys in lists]
+        return [group for group in self.groups if all(group.key in known[rank] for rank in group.members)]
+
+    def _leave_peers(self) -> None:
+        self.mode = Mode.SOLO if self.shielded or self.rehearsing else Mode.CUT
+
+
+fabric = Fabric()

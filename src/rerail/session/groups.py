@@ -1,0 +1,242 @@
+"""Process groups whose wires can be replaced while torch, DDP and FSDP2 hold on to the group object.
+
+torch makes them through the backend name `rerail` (`Backend.register_backend`, a public extension point). Each passes
+its collectives to an inner group of stock gloo or NCCL, built anew for every generation. Called by torch; driven by
+`session.fabric`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
+
+from rerail.session import sockets, solo
+from rerail.session.c10d import PrefixStore, Store, gloo_options
+from rerail.session.fabric import FORM_TIMEOUT, Mode, fabric
+
+BACKEND = "rerail"
+_Type = ProcessGroup.BackendType
+
+
+class RelayedWork(dist.Work):
+    """A collective under way. Inside a step, waiting for it never raises: a broken one voids the attempt instead.
+
+    The step then runs out on meaningless values and ends at optimizer.step(), before anything is changed. That way DDP,
+    FSDP2 and pipeline schedules never meet an exception in the middle of a pass.
+    """
+
+    def __init__(self, inner: Any, outputs: list[torch.Tensor] | None) -> None:
+        super().__init__()
+        self._inner = inner
+        self._outputs = outputs
+        """What an allreduce works on, where its future may carry an error; None where it cannot."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        except RuntimeError as error:
+            fabric.failed(error)
+            fabric.alone_or_raise()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._inner.result())
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    def get_future(self) -> Any:
+        """DDP's reducer waits for futures: a broken gloo collective gives the tensors as they are, not an error."""
+        future = self._inner.get_future()
+        return future if self._outputs is None else future.then(self._settle)
+
+    getFuture = get_future  # noqa: N815 - the name torch's C++ side asks for
+
+    def _settle(self, future: Any) -> Any:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            fabric.failed(error)
+            return self._outputs
+
+
+class ReplaceableGroup(ProcessGroup):
+    """One group: default or sub-group."""
+
+    def __init__(self, key: str, rank: int, size: int, members: list[int], timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the form meant for Python subclasses
+        self.key, self.own_rank, self.own_size = key, rank, size
+        self.members = members or list(range(size))
+        self._timeout = timeout
+        self._inner: ProcessGroup | None = None
+        self._connections: set[tuple[int, int]] = set()
+        self._nccl: Any = None
+        self._name = self._desc = ""
+
+    # --- wires ---
+
+    def connect(self, store: Store) -> None:
+        """Build the inner group; blocks until every member does the same."""
+        self.disconnect()
+        inner = ProcessGroup(store, self.own_rank, self.own_size)
+        parts = _inner_parts(fabric.inner_backend)
+        for device, name in parts:
+            prefixed = PrefixStore(device, store)
+            if name == "nccl":
+                self._nccl = _nccl(prefixed, self)
+                inner._register_backend(torch.device(device), _Type.NCCL, self._nccl)
+            else:
+                backend = self._gloo(prefixed)
+                for device_type in [device] if len(parts) > 1 else ["cpu", "cuda"]:
+                    inner._register_backend(torch.device(device_type), _Type.GLOO, backend)
+        inner._set_default_backend(_Type.NCCL if self._nccl is not None else _Type.GLOO)
+        self._inner = inner
+
+    def _gloo(self, store: Store) -> Any:
+        """A gloo backend whose connections we know, so that we can cut them and no others."""
+        before = sockets.open_sockets()
+        options = gloo_options()
+        options._timeout = FORM_TIMEOUT
+        options._devices = [_gloo_device()]
+        options._threads = 2
+        backend = dist.ProcessGroupGloo(store, self.own_rank, self.own_size, options)
+        backend._set_default_timeout(self._timeout)
+        if self.own_size > 1:
+            opened = sockets.open_sockets() - before
+            ports = sockets.listening_ports(opened)
+            store.set(f"ports/{self.own_rank}", ",".join(map(str, ports)))
+            told = store.multi_get([f"ports/{rank}" for rank in range(self.own_size)])
+            everyones = {int(port) for text in told for port in text.decode().split(",") if port}
+            self._connections = sockets.connections(opened, everyones)
+        return backend
+
+    def cut(self) -> None:
+        """Free everyone who waits in this group, from any thread."""
+        connections, self._connections = self._connections, set()
+        sockets.cut(connections)
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            with contextlib.suppress(RuntimeError):
+                nccl.abort()
+
+    def disconnect(self) -> None:
+        """Let the wires of an older generation go."""
+        self.cut()
+        self._inner = None
+
+    def shutdown(self) -> None:
+        """torch is done with this group."""
+        if self in fabric.groups:
+            fabric.groups.remove(self)
+        self.disconnect()
+
+    abort = shutdown
+
+    # --- collectives ---
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry one collective to the peers, or carry it out alone."""
+        fabric.count()
+        inner = self._inner
+        if fabric.mode is Mode.LIVE and inner is not None:
+            try:
+                work = getattr(inner, name)(*args, **kwargs)
+            except RuntimeError as error:
+                fabric.failed(error)
+            else:
+                fabric.begin(work)
+                settles = name == "allreduce" and self._nccl is None
+                return RelayedWork(work, _listed(args[0]) if settles else None)
+        fabric.alone_or_raise()
+        return solo.work(name, args, kwargs, rank=self.own_rank, size=self.own_size)
+
+    # --- what torch asks of a group ---
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's names
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def run(self: ReplaceableGroup, *args: Any, **kwargs: Any) -> Any:
+        return self.run(name, args, kwargs)
+
+    run.__name__ = name
+    return run
+
+
+for _name in solo.COLLECTIVES:
+    setattr(ReplaceableGroup, _name, _collective(_name))
+
+
+def _create(options: Any, backend_options: Any) -> ReplaceableGroup:
+    """torch wants a group. Among living peers it is wired at once; alone it waits for the first `form()`."""
+    group = ReplaceableGroup(
+        options.group_id, options.group_rank, options.group_size, list(options.global_ranks_in_group), options.timeout
+    )
+    fabric.groups.append(group)
+    if fabric.mode is Mode.LIVE:
+        group.connect(PrefixStore(f"made/{fabric.generation}", options.store))
+    return group
+
+
+def _inner_parts(backend: str) -> list[tuple[str, str]]:
+    """`gloo` or `cpu:gloo,cuda:nccl` as (device, backend) pairs."""
+    if ":" not in backend:
+        return [("cuda" if backend == "nccl" else "cpu", backend)]
+    pairs = [part.split(":", 1) for part in backend.split(",")]
+    return [(device, name) for device, name in pairs]
+
+
+def _gloo_device() -> Any:
+    """Listen where this rank was told to, unless the user names an interface."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0], lazy_init=False)
+    return dist.ProcessGroupGloo.create_device(hostname=fabric.address, lazy_init=False)
+
+
+def _nccl(store: Store, group: ReplaceableGroup) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = group._timeout
+    options.global_ranks_in_group = group.members
+    options.group_name = GroupName(group.key)
+    return dist.ProcessGroupNCCL(store, group.own_rank, group.own_size, options)
+
+
+def register() -> None:
+    """Make the backend name known to torch, once per process."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,248 @@
+"""The user's view: join a job, track state, take steps. Turns a plain training loop into one that can be repaired.
+
+    job = rerail.join()
+    job.track(model=model, optimizer=optimizer)
+    for batch in job.steps(loader, until=10_000):
+        with job.step():
+            ...
+
+A fault inside `step()` voids the attempt: `optimizer.step()` raises before it changes anything, the block ends, the
+job is repaired, and the same batch is handed out again. Made by `session.join`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from rerail.errors import StateError, StepInterrupted
+from rerail.runtime.clock import Phase, StepClock
+from rerail.session import rng
+from rerail.session.attempt import Attempt
+from rerail.session.buffers import BufferGuard
+from rerail.session.cursor import Cursor
+from rerail.session.fabric import fabric
+from rerail.session.link import AgentLink
+from rerail.session.rejoin import Rejoiner, can_retry
+from rerail.session.small import Small, encode
+from rerail.session.snapshotting import Snapshotter
+from rerail.session.tracked import Tracked
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a process stands in its job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+class Job:
+    """What `rerail.join()` gives.
+
+    rank, world_size, local_rank, device: this process's place.
+    version: completed updates; -1 while `rehearsing`, so that "every 100 steps" does not fire on a void attempt.
+    rehearsing: the loop's body runs for nothing: a newcomer warming up, or the rest of the body after a void attempt.
+    """
+
+    def __init__(self, link: AgentLink | None, place: Place) -> None:
+        self.rank, self.world_size, self.local_rank, self.device = place
+        self.rehearsing = False
+        self._version = 0
+        self._clock: StepClock | None = link.clock if link is not None else None
+        self._tracked = Tracked()
+        self._attempt = Attempt(self._clock)
+        self._attempts = 0
+        self._buffers = BufferGuard({})
+        self._cursor = Cursor(None, endless=False)
+        self._small: Small | None = None
+        self._batch: Any = None
+        self._has_batch = False
+        self._random_after = self._random_end = rng.capture()
+        self._ran_out = -1
+        """The version whose step was last run to its end without peers; `_random_end` belongs to it."""
+        self._started = 0.0
+        self._durations: list[float] = []
+        self._announce = -1
+        self._in_steps = False
+        self._step = _Step(self)
+        self._rejoin = Rejoiner(self, link) if link is not None else None
+        self._snapshots = Snapshotter(self, link)
+
+    @property
+    def version(self) -> int:
+        return -1 if self.rehearsing else self._version
+
+    def track(self, *, replicated: bool = False, **objects: Any) -> None:
+        """Name the state that makes up this job: modules, optimizers, anything with state_dict() and load_state_dict().
+
+        `replicated=True` says that plain modules, not wrapped by DDP or FSDP2, are the same on every rank.
+        """
+        if self._in_steps:
+            raise StateError("job.track() comes before the first job.steps(): track everything at once")
+        self._tracked.replicated = self._tracked.replicated or replicated
+        for name, value in objects.items():
+            if name == "loader":
+                continue  # its place is kept by job.steps(loader)
+            self._tracked.add(name, value)
+            if isinstance(value, torch.optim.Optimizer):
+                self._attempt.watch(value)
+
+    def steps(self, loader: Iterable[Any] | None = None, *, until: int | None = None) -> Iterator[Any]:
+        """Hand out batches (or step numbers, without a loader) until `until` updates are complete.
+
+        With `until` the loader is walked again and again; without it, once. The same batch comes again after a fault.
+        """
+        if loader is None and until is None:
+            raise StateError("job.steps() needs a loader, until=, or both")
+        self._in_steps = True
+        self._cursor = Cursor(loader, endless=until is not None)
+        self._buffers = BufferGuard(self._tracked.buffers())
+        if self._rejoin is not None:
+            yield from self._rejoin.begin()
+        while True:
+            self.rehearsing = False
+            if fabric.interrupted and self._rejoin is not None:
+                self._rejoin.repair()
+            if not self._has_batch and not self._fetch(until):
+                if self._rejoin is None or self._rejoin.finish():
+                    return
+                continue
+            self._attempts += 1
+            yield self._batch
+            self._enter(Phase.OUTSIDE)
+
+    def step(self) -> _Step:
+        """One whole update: forward, backward, optimizer.step(). Code after the block also runs after a void one."""
+        return self._step
+
+    def guard(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run something with collectives outside a step (evaluation, metrics); repeat it when a fault voids it.
+
+        The function may run to its end on meaningless values before it is repeated: keep lasting effects out of it.
+        """
+        before = rng.capture()
+        while True:
+            fabric.shield(True)
+            error: Exception | None = None
+            try:
+                result = function(*args, **kwargs)
+            except Exception as raised:
+                error = raised
+            finally:
+                fabric.shield(False)
+            if self._rejoin is None or self.rehearsing or not fabric.interrupted:
+                if error is None:
+                    return result
+                raise error
+            self._rejoin.repair(in_guard=True)
+            rng.restore(before)
+
+    # --- inside ---
+
+    def _fetch(self, until: int | None) -> bool:
+        """Take down the small state of this version, then get its batch. False at the end."""
+        if until is not None and self._version >= until:
+            return False
+        before = rng.capture()
+        small = Small(
+            self._version,
+            before,
+            self._cursor.position(),
+            self._tracked.small_objects(scalars=False),
+            self._buffers.to_journal(),
+            self._snapshots.every,
+        )
+        try:
+            self._batch, self._random_after = self._cursor.take(self._version, before)
+        except StopIteration:
+            return False
+        self._has_batch, self._small = True, small
+        if self._clock is not None and not self.rehearsing:
+            self._clock.write_small(self._version, encode(small))
+            self._clock.set_step(self._version)
+            self._snapshots.take_if_due(small)
+        return True
+
+    def _enter(self, phase: Phase) -> None:
+        if self._clock is not None:
+            self._clock.enter(phase)
+
+    def _begin_attempt(self) -> None:
+        if not self._has_batch:
+            raise StateError("job.step() belongs inside `for batch in job.steps(...)`, once per batch")
+        self._started = time.monotonic()
+        self._attempt.begin()
+        if self._rejoin is None:
+            return
+        self._enter(Phase.RUN_OUT if fabric.interrupted else Phase.COMPUTE)
+        fabric.shield(True)
+        self._buffers.before_step()
+        self._snapshots.agree()
+
+    def _end_attempt(self, error: BaseException | None) -> bool:
+        """True when the error, if any, is dealt with: the `with` block swallows it."""
+        if self._rejoin is None:
+            if error is None:
+                self._commit()
+            return False
+        fabric.shield(False)
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if self._attempt.end(error) and not self.rehearsing:
+            self._commit()
+            return False
+        if fabric.interrupted:
+            self._random_end = rng.capture()
+            if error is None or isinstance(error, StepInterrupted):
+                self._ran_out = self._version
+        elif error is not None:
+            if not can_retry(error, self._tracked):
+                return False
+            self._rejoin.raised(error)
+        self._rejoin.void(self._attempt.untouched)
+        self.rehearsing = True
+        return True
+
+    def _commit(self) -> None:
+        """The step is complete: the next version stands."""
+        took = time.monotonic() - self._started
+        self._buffers.after_step()
+        self._version += 1
+        self._has_batch, self._batch = False, None
+        if self._clock is not None:
+            self._clock.set_step(self._version)
+            self._clock.step_took(took)
+        if self._announce >= 0 and self._rejoin is not None:
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            self._rejoin.resumed(self._announce, took, usual)
+            self._announce = -1
+        else:
+            self._durations.append(took)
+            del self._durations[:-64]
+
+
+class _Step(contextlib.AbstractContextManager["_Step"]):
+    """What `job.step()` gives: enter and leave an attempt."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __enter__(self) -> _Step:
+        self._job._begin_attempt()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._job._end_attempt(error)

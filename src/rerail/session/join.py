@@ -1,0 +1,138 @@
+"""`rerail.join()`: finds out how this process was started and gives a Job that fits.
+
+Under `rerail run` the rank gets its place from the agent and replaceable process groups. Under torchrun, or alone,
+the same script runs with torch's own groups and without repairs. Called by the user's script, once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
+from rerail.session import groups
+from rerail.session.c10d import HashStore, Store
+from rerail.session.fabric import fabric
+from rerail.session.job import Job, Place
+from rerail.session.link import AgentLink, connect
+
+_job: Job | None = None
+
+
+def join(*, backend: str | None = None, timeout: timedelta | None = None) -> Job:
+    """Take part in the job this process was started for. Call it before process groups are made, once.
+
+    `backend` as in torch: `gloo`, `nccl` or `cpu:gloo,cuda:nccl`; by default what the devices call for.
+    """
+    global _job
+    if _job is None:
+        link = connect()
+        if link is not None:
+            _job = _join_agent(link, backend, timeout)
+        else:
+            _job = _join_plain(backend, timeout)
+    return _job
+
+
+def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None) -> Job:
+    assignment = link.assignment
+    if assignment is None:
+        link.send(Warm(at_join=True))
+        assignment = link.wait_for_assignment()
+        os.environ.update(assignment.env)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    place = Place(assignment.rank, assignment.world_size, local_rank, device)
+    replaceable = not dist.is_initialized()
+    link.send(Joined(rank=assignment.rank, generation=assignment.generation, replaceable=replaceable))
+    link.start_beating(float(os.environ.get("RERAIL_BEAT_S", "0.1")))
+    if not replaceable:
+        if assignment.rank == 0:
+            print(
+                "rerail: the script made its process group before rerail.join(), so a lost rank restarts all. "
+                "Remove init_process_group(): join() makes the group",
+                file=sys.stderr,
+            )
+        return Job(None, place)
+    _wire_up(link, assignment)
+    fabric.address = assignment.store_bind
+    fabric.inner_backend = backend or _default_backend(device)
+    groups.register()
+    if not assignment.newcomer:
+        _form_first(link, assignment)
+    dist.init_process_group(
+        groups.BACKEND, store=fabric.store, rank=assignment.rank, world_size=assignment.world_size, timeout=timeout
+    )
+    return Job(link, place)
+
+
+def _wire_up(link: AgentLink, assignment: Assign) -> None:
+    def on_interrupt(interrupt: Interrupt) -> None:
+        if interrupt.generation > fabric.generation:
+            fabric.interrupt()
+
+    def on_failure(text: str) -> None:
+        version = link.clock.read().step if link.clock is not None else -1
+        link.send(CommFailed(rank=assignment.rank, generation=fabric.generation, version=version, text=text[:2000]))
+
+    link.on_interrupt = on_interrupt
+    link.pending_since = fabric.pending_since
+    fabric.on_failure = on_failure
+    if link.clock is not None:
+        fabric.on_collective = link.clock.set_collectives
+
+
+def _form_first(link: AgentLink, assignment: Assign) -> None:
+    """All ranks of a new start meet here, before any of them builds anything."""
+    port, served = 0, None
+    if assignment.store_rank == assignment.rank:
+        served, port = fabric.serve()
+    link.send(
+        Parked(
+            rank=assignment.rank,
+            generation=assignment.generation,
+            version=0,
+            intact=False,
+            in_training=False,
+            store_port=port,
+        )
+    )
+    plan = link.wait_for_plan(assignment.generation)
+    connection: Store = served or fabric.dial(plan.store_host, plan.store_port)
+    fabric.form(plan.generation, connection)
+    link.formed(assignment.rank, plan.generation)
+
+
+def _join_plain(backend: str | None, timeout: timedelta | None) -> Job:
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    if not dist.is_initialized():
+        chosen = backend or _default_backend(device)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(chosen, timeout=timeout)
+        else:
+            dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            rank, world_size = 0, 1
+    return Job(None, Place(rank, world_size, local_rank, device))
+
+
+def _device(local_rank: int) -> torch.device:
+    """This rank's accelerator, or the CPU. Ranks beyond the number of devices share them."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _default_backend(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "gloo"
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+    return "gloo" if shared else "cpu:gloo,cuda:nccl"

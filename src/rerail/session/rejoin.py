@@ -1,0 +1,232 @@
+"""Takes a rank out of a broken generation and into the next: park, form, load, go on.
+
+    run out  ->  Parked  ->  Form  ->  wires  ->  state  ->  Formed  ->  the step again  ->  Resumed
+
+The same path serves survivors, newcomers and ranks whose step raised. Every part can be broken off by a newer
+generation and starts over. Called by `session.job` on the training thread.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rerail.errors import JobStopped, StateError
+from rerail.runtime.clock import Phase
+from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Parked, Plan, Raised, Resumed
+from rerail.session import restore
+from rerail.session.c10d import Store
+from rerail.session.fabric import fabric
+from rerail.session.link import AgentLink
+from rerail.session.small import Small, decode
+from rerail.session.tracked import Tracked
+
+if TYPE_CHECKING:
+    from rerail.session.job import Job
+
+DDP_WARM_ATTEMPTS = 2
+"""DDP rebuilds its buckets in its second forward pass, with a collective; from then on all ranks are alike."""
+
+
+class Rejoiner:
+    """The repairs of one rank."""
+
+    def __init__(self, job: Job, link: AgentLink) -> None:
+        if link.assignment is None:
+            raise StateError("this process has not been given a rank yet")
+        self._job, self._link = job, link
+        self._assignment: Assign = link.assignment
+        self._joined = not self._assignment.newcomer
+        self._inherited: dict[int, Small] = {}
+        """A newcomer's: the small states its predecessor left, by version."""
+        self._served: Store | None = None
+        self._intact = False
+        """Whether the state in memory is that of `job._version`, whole."""
+        self._training = False
+        self._phases: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    # --- before the first step ---
+
+    def begin(self) -> Iterator[Any]:
+        """Newcomer: rehearse alone, then join. Everyone else: restore what an earlier process of this rank left."""
+        if self._joined:
+            if self._assignment.restored:
+                restore.from_arenas(self._job)
+            self._intact = self._training = True
+            self._job._announce = fabric.generation
+            return
+        self._phases["build"] = time.monotonic() - self._since
+        clock = self._link.clock
+        left = clock.read_small() if clock is not None else {}
+        self._inherited = {version: decode(data) for version, data in left.items()}
+        started = time.monotonic()
+        yield from self._rehearse()
+        self._phases["rehearse"] = time.monotonic() - started
+        self._training = True
+        self.repair()
+
+    def _rehearse(self) -> Iterator[Any]:
+        """Run the loop's body alone on the predecessor's batch, as often as it takes to be like the survivors."""
+        job = self._job
+        if not self._inherited:
+            return
+        restore.small(job, self._inherited[max(self._inherited)], fresh=True)
+        has_replicas = len(job._tracked.replicas(job.rank, job.world_size)) > 1
+        times = DDP_WARM_ATTEMPTS if job._tracked.has_ddp() else int(has_replicas)
+        job.rehearsing = True
+        fabric.interrupted = True  # so that optimizer.step() ends every attempt
+        if times and job._fetch(None):
+            for _ in range(times):
+                restore.replay(job)
+                job._attempts += 1
+                yield job._batch
+        job.rehearsing = False
+
+    # --- faults ---
+
+    def raised(self, error: Exception) -> None:
+        """The user's code raised: ask for a verdict. Returns when the step is to be repeated, raises when not."""
+        self._job._enter(Phase.PARKED)
+        self._link.send(
+            Raised(
+                rank=self._job.rank,
+                generation=fabric.generation,
+                version=self._job._version,
+                exception=_type_name(error),
+                text=str(error)[:4000],
+                traceback="".join(traceback.format_exception(error))[-20000:],
+            )
+        )
+        try:
+            self._link.wait_for_verdict(fabric.generation)
+        except JobStopped:
+            if self._link.stop is not None and self._link.stop.culprit:
+                raise error from None
+            raise
+
+    def void(self, untouched: bool) -> None:
+        """An attempt came to nothing. `untouched`: the state is still that of its start."""
+        self._intact = self._intact and untouched and self._job._buffers.restore()
+
+    def repair(self, *, in_guard: bool = False) -> None:
+        """Park and take part in new generations until one stands."""
+        self._job._tracked.settle()
+        while True:
+            self._job._enter(Phase.PARKED)
+            wanted = self._wanted_generation()
+            self._park(wanted, in_guard)
+            answer = self._link.wait_for_form(wanted.generation)
+            if isinstance(answer, Interrupt):
+                continue
+            try:
+                self._form(answer.plan)
+                return
+            except StateError:
+                raise
+            except RuntimeError as error:  # a peer was lost while wires were laid or state was moved
+                fabric.failed(error)
+
+    def finish(self) -> bool:
+        """Wait until all ranks are done. False when a fault elsewhere needs this rank once more."""
+        self._job._enter(Phase.DONE)
+        self._link.send(Finished(rank=self._job.rank, version=self._job._version))
+        while not fabric.interrupted:
+            if isinstance(self._link.next_message(), Dismiss):
+                return True
+        return False
+
+    def resumed(self, generation: int, step_s: float, usual_step_s: float) -> None:
+        """The first step of a generation is complete."""
+        message = Resumed(
+            rank=self._job.rank,
+            generation=generation,
+            version=self._job._version,
+            step_s=step_s,
+            usual_step_s=usual_step_s,
+        )
+        self._link.send(message)
+
+    # --- one generation ---
+
+    def _wanted_generation(self) -> Interrupt:
+        """The newest generation asked for; if a collective broke before anyone told us, wait until someone does."""
+        newest = self._link.newest_interrupt
+        if newest is not None and newest.generation > fabric.generation:
+            return newest
+        asked = self._assignment
+        if asked.generation > fabric.generation:
+            return Interrupt(generation=asked.generation, store_rank=asked.store_rank, store_bind=asked.store_bind)
+        return self._link.wait_for_verdict(fabric.generation)
+
+    def _park(self, wanted: Interrupt, in_guard: bool) -> None:
+        job, port = self._job, 0
+        if wanted.store_rank == job.rank:
+            self._served, port = fabric.serve()
+        arena = job._snapshots.arena
+        smalls = set(self._inherited) | set(arena.small_versions() if arena else ())
+        if job._small is not None:
+            smalls.add(job._small.version)
+        if not job._has_batch and self._joined:
+            smalls.add(job._version)  # between two steps: all of it is in memory
+        if job._has_batch and job._ran_out == job._version:
+            smalls.add(job._version + 1)
+        warm = not job._tracked.has_ddp() or job._attempts >= DDP_WARM_ATTEMPTS
+        self._link.send(
+            Parked(
+                rank=job.rank,
+                generation=wanted.generation,
+                version=job._version,
+                intact=self._intact,
+                in_training=self._training and warm,
+                small_versions=tuple(sorted(smalls)),
+                snapshots=arena.versions() if arena else (),
+                replicas=job._tracked.replicas(job.rank, job.world_size),
+                in_guard=in_guard,
+                store_port=port,
+                phases=self._phases,
+            )
+        )
+
+    def _form(self, plan: Plan) -> None:
+        job, started = self._job, time.monotonic()
+        if plan.store_rank == job.rank and self._served is not None:
+            connection = self._served
+        else:
+            connection = fabric.dial(plan.store_host, plan.store_port)
+        fabric.form(plan.generation, connection)
+        connected = time.monotonic()
+        # From here until all is loaded this rank is not whole, and a fault must not find it called so.
+        self._intact = self._intact and plan.sources[job.rank].kind == "own"
+        restore.by_plan(job, plan, self._inherited)
+        self._intact = self._joined = True
+        loaded = time.monotonic()
+        if job._clock is not None:
+            job._clock.set_generation(plan.generation)
+        self._inherited, self._phases = {}, {}
+        job._announce = plan.generation
+        phases = {"communication": connected - started, "load": loaded - connected}
+        self._link.send(Formed(rank=job.rank, generation=plan.generation, version=job._version, phases=phases))
+
+
+def can_retry(error: BaseException, tracked: Tracked) -> bool:
+    """Whether the step can be repeated in this process after the user's code raised.
+
+    Not in the middle of a backward pass under DDP, nor anywhere inside a step under FSDP2: both keep state of a pass
+    that only its end clears. Such a rank goes down with its exception and is replaced.
+    """
+    if tracked.has_fsdp():
+        return False
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "_engine_run_backward":
+            return not tracked.has_ddp()
+        trace = trace.tb_next
+    return True
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

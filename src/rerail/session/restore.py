@@ -1,0 +1,137 @@
+"""Brings this rank's state to the version a plan names, from its own memory, a replica, or its arena.
+
+Called by `session.rejoin` while a generation is formed, and at the start of a process whose predecessor left snapshots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from rerail.errors import StateError
+from rerail.runtime.wire import Plan, Source
+from rerail.session import rng, transfer
+from rerail.session.fabric import fabric
+from rerail.session.small import Small, decode
+
+if TYPE_CHECKING:
+    from rerail.session.job import Job
+
+
+def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
+    """Take part in all transfers of the plan, then be at its version."""
+    source = plan.sources[job.rank]
+    if source.kind == "snapshot":
+        tensors(job, plan.version)
+    transfer.exchange(plan, job)
+    if source.kind != "snapshot" and plan.version == job._version and job._has_batch and job._small is not None:
+        replay(job)
+        job._buffers.from_journal(job._small.buffers)
+        if source.kind == "own":
+            job._tracked.load_small_objects(job._small.objects, {})
+    elif source.kind == "replica" and plan.version == job._version + 1 and job._ran_out == job._version:
+        _advance(job)
+    elif source.kind != "own":
+        _jump(job, plan.version, source, inherited)
+    elif plan.version != job._version:
+        raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {plan.version}")
+    job._tracked.clear_gradients()
+
+
+def replay(job: Job) -> None:
+    """The same batch again, under the random state that followed its fetching."""
+    rng.restore(job._random_after)
+
+
+def _advance(job: Job) -> None:
+    """This rank ran the step out without peers; a replica completed it. Go on behind it."""
+    rng.restore(job._random_end)
+    job._buffers.advance()
+    job._version += 1
+    job._has_batch, job._batch = False, None
+
+
+def _jump(job: Job, version: int, source: Source, inherited: dict[int, Small]) -> None:
+    """To a version whose small state is written down: in memory, in the step journal, or in the arena."""
+    found = inherited.get(version)
+    if found is None and job._small is not None and job._small.version == version:
+        found = job._small
+    arena = job._snapshots.arena
+    if found is None and arena is not None and version in arena.small_versions():
+        found = decode(arena.read(version).small)
+    if found is None:
+        raise StateError(f"rank {job.rank} cannot go to version {version}: its small state is not known here")
+    small(job, found, fresh=job._small is None)
+    if source.kind == "snapshot" and arena is not None:
+        job._tracked.load_small_objects(found.objects, arena.read(version).tensors)
+
+
+def small(job: Job, state: Small, *, fresh: bool) -> None:
+    """Random state, place in the data, buffers and interval of `state`; the batch at hand is dropped."""
+    job._version = state.version
+    job._has_batch, job._batch = False, None
+    job._small = None
+    job._cursor.go_back(state.version, state.position, fresh=fresh)
+    job._buffers.from_journal(state.buffers)
+    job._snapshots.every = state.snapshot_every
+    rng.restore(state.random)
+
+
+def tensors(job: Job, version: int) -> None:
+    """Large state from this rank's arena."""
+    if job._snapshots.arena is None:
+        raise StateError(f"rank {job.rank} has no snapshots, but version {version} is to come from one")
+    snapshot = job._snapshots.arena.read(version)
+    table = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in snapshot.tensors.items()]
+    with torch.no_grad():
+        for target, (_, saved) in zip(job._tracked.prepare(table), snapshot.tensors.items(), strict=True):
+            target.copy_(saved)
+
+
+def from_arenas(job: Job) -> None:
+    """All processes are new but the arenas are not: agree on the newest version that everyone can have, and load it."""
+    arena = job._snapshots.arena
+    mine = {
+        "whole": list(arena.versions()) if arena else [],
+        "small": list(arena.small_versions()) if arena else [],
+        "replicas": list(job._tracked.replicas(job.rank, job.world_size)),
+    }
+    meeting = fabric.store.target
+    meeting.set(f"arena/{job.rank}", msgspec.json.encode(mine).decode())
+    told = meeting.multi_get([f"arena/{rank}" for rank in range(job.world_size)])
+    plan = _newest_common([msgspec.json.decode(one, type=dict[str, list[int]]) for one in told])
+    if plan is None or arena is None:
+        return
+    if plan.sources[job.rank].kind == "snapshot":
+        tensors(job, plan.version)
+    transfer.exchange(plan, job)
+    state = arena.read(plan.version)
+    small(job, decode(state.small), fresh=True)
+    if plan.sources[job.rank].kind == "snapshot":
+        job._tracked.load_small_objects(decode(state.small).objects, state.tensors)
+
+
+def _newest_common(everyone: list[dict[str, list[int]]]) -> Plan | None:
+    common = set(everyone[0]["small"]).intersection(*(set(one["small"]) for one in everyone))
+    for version in sorted(common, reverse=True):
+        sources: dict[int, Source] = {}
+        for rank, one in enumerate(everyone):
+            if version in one["whole"]:
+                sources[rank] = Source(kind="snapshot")
+                continue
+            keeper = next((r for r in one["replicas"] if version in everyone[r]["whole"]), None)
+            if keeper is not None:
+                sources[rank] = Source(kind="replica", rank=keeper)
+        if len(sources) == len(everyone):
+            return Plan(
+                generation=0,
+                world_size=len(everyone),
+                store_host="",
+                store_port=0,
+                store_rank=0,
+                version=version,
+                sources=sources,
+            )
+    return None

@@ -1,0 +1,76 @@
+"""The random state of this process, of every kind, as one value that can be written down and put back.
+
+Called by `session.state` at every step boundary; kept fast for that reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from array import array
+
+import msgspec
+import torch
+
+from rerail.session.c10d import cuda_in_use
+
+
+class RandomState(msgspec.Struct, frozen=True, array_like=True):
+    """Python's, NumPy's, torch's CPU and torch's accelerator generators."""
+
+    python: bytes
+    python_gauss: float | None
+    torch_cpu: bytes
+    numpy: tuple[bytes, int, int, float] | None = None
+    devices: tuple[bytes, ...] = ()
+
+
+def capture() -> RandomState:
+    """The state right now."""
+    _, words, gauss = random.getstate()
+    return RandomState(
+        array("I", words).tobytes(),
+        gauss,
+        _bytes(torch.get_rng_state()),
+        _numpy_state(),
+        tuple(_bytes(state) for state in torch.cuda.get_rng_state_all()) if cuda_in_use() else (),
+    )
+
+
+def restore(state: RandomState) -> None:
+    """Put a captured state back."""
+    words = array("I")
+    words.frombytes(state.python)
+    random.setstate((3, tuple(words), state.python_gauss))
+    torch.set_rng_state(_tensor(state.torch_cpu))
+    if state.numpy is not None and "numpy" in sys.modules:
+        import numpy
+
+        key, position, has_gauss, cached = state.numpy
+        words_of_key = numpy.frombuffer(key, dtype=numpy.uint32)
+        numpy.random.set_state(("MT19937", words_of_key, position, has_gauss, cached))
+    for index, device_state in enumerate(state.devices):
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(_tensor(device_state), index)
+
+
+def _numpy_state() -> tuple[bytes, int, int, float] | None:
+    if "numpy" not in sys.modules:
+        return None
+    import numpy
+
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return None
+    inner = state["state"]
+    return inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous CPU tensor; works without NumPy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

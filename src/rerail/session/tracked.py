@@ -1,0 +1,213 @@
+"""What the user tracks, seen three ways: large tensors by name, small plain state, and who else holds the same.
+
+Modules and optimizers are large state: it comes from a replica or a snapshot. Schedulers, scalers and the like are
+small and written to the step journal at every step. Called by `session.job`, `session.transfer`, `session.snapshots`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rerail.errors import StateError
+from rerail.session import plain
+
+Named = dict[str, torch.Tensor]
+
+
+class Tracked:
+    """The objects given to `job.track()`."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.objects: dict[str, Any] = {}
+        self.replicated = False
+        """The user says that plain, unwrapped state is the same on every rank."""
+
+    def add(self, name: str, value: Any) -> None:
+        """Sort one tracked object by what it is."""
+        if isinstance(value, nn.Module):
+            self.modules[name] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers[name] = value
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self.objects[name] = value
+        else:
+            raise StateError(
+                f"track({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict(), "
+                "so its state cannot be kept. Leave it out, or give it both methods."
+            )
+
+    # --- large state ---
+
+    def parameters(self) -> Named:
+        """Parameters of all modules, local parts only, by name."""
+        return {
+            f"{name}.{key}": _local(parameter)
+            for name, module in self.modules.items()
+            for key, parameter in module.named_parameters()
+        }
+
+    def buffers(self) -> Named:
+        """Buffers of all modules, those not saved in state_dict() too."""
+        return {
+            f"{name}.{key}": _local(buffer)
+            for name, module in self.modules.items()
+            for key, buffer in module.named_buffers()
+        }
+
+    def tensors(self) -> Named:
+        """Everything large, in an order that is the same on every rank with the same objects."""
+        found = {**self.parameters(), **self.buffers()}
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(_parameters_of(optimizer)):
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, torch.Tensor):
+                        found[f"{name}:{index}:{key}"] = _local(value)
+        for name, value in self.objects.items():
+            plain.take_out_tensors(value.state_dict(), name, found)
+        return found
+
+    def prepare(self, table: list[tuple[str, str, list[int]]]) -> list[torch.Tensor]:
+        """Tensors to receive into, one for each (name, dtype, shape) of the sender; lazy optimizer state is made."""
+        mine = self.tensors()
+        result = []
+        for name, dtype, shape in table:
+            tensor = mine.get(name)
+            if tensor is None:
+                tensor = self._make(name, dtype, shape)
+            if list(tensor.shape) != shape or plain.dtype_name(tensor.dtype) != dtype:
+                raise StateError(
+                    f"{name} is {plain.dtype_name(tensor.dtype)}{list(tensor.shape)} here, but {dtype}{shape} in the "
+                    "state to restore: the script builds another model than before"
+                )
+            result.append(tensor)
+        return result
+
+    def _make(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:
+        parts = name.split(":")
+        if len(parts) != 3 or parts[0] not in self.optimizers:
+            return torch.empty(shape, dtype=plain.dtype_of(dtype))
+        optimizer = self.optimizers[parts[0]]
+        parameter = _parameters_of(optimizer)[int(parts[1])]
+        like_parameter = list(_local(parameter).shape) == shape and plain.dtype_name(parameter.dtype) == dtype
+        made = torch.empty_like(parameter) if like_parameter else torch.empty(shape, dtype=plain.dtype_of(dtype))
+        optimizer.state[parameter][parts[2]] = made
+        return _local(made)
+
+    # --- small state ---
+
+    def small_objects(self, *, scalars: bool) -> bytes:
+        """State of schedulers, scalers and the like, and the hyperparameters of the optimizers.
+
+        `scalars` adds what optimizers keep per parameter besides tensors; it goes with the large state, not every step.
+        """
+        state: dict[str, Any] = {}
+        for name, value in self.objects.items():
+            state[name] = plain.take_out_tensors(value.state_dict(), name, {})
+        for name, optimizer in self.optimizers.items():
+            state[f"{name}:groups"] = [
+                {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            ]
+            if scalars:
+                state[f"{name}:scalars"] = {
+                    index: rest
+                    for index, parameter in enumerate(_parameters_of(optimizer))
+                    if (rest := _non_tensors(optimizer.state.get(parameter, {})))
+                }
+        return plain.encode(state, "a tracked object")
+
+    def load_small_objects(self, data: bytes, tensors: Named) -> None:
+        """Put the small state back; `tensors` holds what was taken out of it."""
+        state = plain.decode(data)
+        for name, value in self.objects.items():
+            if name in state:
+                load_object(value, plain.put_in_tensors(state[name], tensors))
+        for name, optimizer in self.optimizers.items():
+            for group, saved in zip(optimizer.param_groups, state.get(f"{name}:groups", []), strict=False):
+                group.update({key: _like(saved[key], group.get(key)) for key in saved})
+            for index, rest in state.get(f"{name}:scalars", {}).items():
+                optimizer.state[_parameters_of(optimizer)[index]].update(rest)
+
+    def clear_gradients(self) -> None:
+        """A replayed step starts without the gradients of the interrupted one."""
+        for module in self.modules.values():
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    def settle(self) -> None:
+        """Let FSDP2 modules forget parameters gathered in an interrupted pass."""
+        for module in self.modules.values():
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    # --- who holds the same ---
+
+    def has_ddp(self) -> bool:
+        return any(isinstance(part, DistributedDataParallel) for m in self.modules.values() for part in m.modules())
+
+    def has_fsdp(self) -> bool:
+        return any(isinstance(part, FSDPModule) for m in self.modules.values() for part in m.modules())
+
+    def replicas(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Ranks that hold the very same parameters and optimizer state, this one included."""
+        common = set(range(world_size))
+        for optimizer in self.optimizers.values():
+            if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+                return (rank,)
+        for module in self.modules.values():
+            covered: dict[int, set[int]] = {}
+            for part in module.modules():
+                if isinstance(part, DistributedDataParallel):
+                    members = set(dist.get_process_group_ranks(part.process_group))
+                    covered.update({id(parameter): members for parameter in part.parameters()})
+            for parameter in module.parameters():
+                common &= covered.get(id(parameter)) or self._holders(parameter, rank, world_size)
+        return tuple(sorted(common | {rank}))
+
+    def _holders(self, parameter: torch.Tensor, rank: int, world_size: int) -> set[int]:
+        if isinstance(parameter, DTensor):
+            ranks = parameter.device_mesh.mesh
+            coordinate = parameter.device_mesh.get_coordinate() or [0] * ranks.dim()
+            for dim, placement in reversed(list(enumerate(parameter.placements))):
+                if not placement.is_replicate():
+                    ranks = ranks.select(dim, coordinate[dim])
+            return set(ranks.flatten().tolist())
+        return set(range(world_size)) if self.replicated or world_size == 1 else {rank}
+
+
+def load_object(value: Any, state: Any) -> None:
+    """load_state_dict, and for a GradScaler also an end to the step it was in."""
+    value.load_state_dict(state)
+    if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and state.get("scale"):
+        value.update(new_scale=float(state["scale"]))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _non_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+def _like(saved: Any, present: Any) -> Any:
+    """Lists that were tuples become tuples again; a tensor learning rate stays one."""
+    if isinstance(present, tuple) and isinstance(saved, list):
+        return tuple(saved)
+    if isinstance(present, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(present.device)
+    return saved
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
