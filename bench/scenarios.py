@@ -24,6 +24,8 @@ from rerail.cli.watch import RerailJob, Step, WatchedJob
 HERE = Path(__file__).resolve().parent
 WORLD = 4
 ENDLESS = 1_000_000
+STEADY = 10
+"""Steps before a fault in the timed scenarios; torchrun's script has written its first checkpoint by then."""
 SMALL = ["--layers", "2", "--width", "64", "--vocabulary", "256"]
 """A model whose step takes milliseconds, for scenarios that count recoveries instead of timing them."""
 
@@ -47,6 +49,7 @@ def rerail_kill(folder: Path, victim: int) -> Recovery:
     arguments = ["--folder", str(folder), "--steps", str(ENDLESS)]
     with RerailJob(HERE / "workload.py", arguments, folder, world=WORLD) as job:
         cold = job.wait_first_step()
+        job.wait_step(STEADY)
         job.wait_standbys(1)
         before = settled_pids(job)
         killed = kill(job, victim)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from websockets.asyncio.client import ClientConnection, connect
 
 from rerail.flow import Signal, new_id
+from rerail.runtime.frames import decode_to_agent, encode
 from rerail.runtime.wire import (
     AgentHello,
     Assign,
@@ -32,8 +33,6 @@ from rerail.runtime.wire import (
     Standbys,
     Start,
     ToAgent,
-    decode_to_agent,
-    encode,
 )
 
 M = TypeVar("M", bound=Message)

@@ -16,7 +16,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosedError
 
 from rerail.config import JobSpec
-from rerail.runtime import wire
+from rerail.runtime import frames, wire
 
 _M = TypeVar("_M", bound=wire.Message)
 
@@ -47,7 +47,7 @@ class FakeController:
 
     async def send(self, message: wire.Message) -> None:
         assert self._socket is not None, "an agent is connected"
-        await self._socket.send(wire.encode(message))
+        await self._socket.send(frames.encode(message))
 
     def said(self, kind: type[_M], where: Callable[[_M], bool] = lambda message: True) -> list[_M]:
         return [message for message in self.heard if isinstance(message, kind) and where(message)]
@@ -77,7 +77,7 @@ class FakeController:
         with contextlib.suppress(ConnectionClosedError):  # the agent was killed
             async for data in socket:
                 assert isinstance(data, bytes), "agents speak in binary frames"
-                message = wire.decode_to_controller(data)
+                message = frames.decode_to_controller(data)
                 async with self._news:
                     self.heard.append(message)
                     self._news.notify_all()

@@ -11,21 +11,8 @@ import threading
 import time
 
 from rerail.runtime.clock import Phase, StepClock
-from rerail.runtime.wire import (
-    Assign,
-    Form,
-    Formed,
-    Interrupt,
-    Joined,
-    Message,
-    Parked,
-    Resumed,
-    Stop,
-    Warm,
-    decode_to_rank,
-    frame,
-    recv_frame,
-)
+from rerail.runtime.frames import decode_to_rank, frame, recv_frame
+from rerail.runtime.wire import Assign, Form, Formed, Interrupt, Joined, Message, Parked, Resumed, Stop, Warm
 
 
 def main() -> None:

@@ -279,7 +279,7 @@ def test_repairs_are_unlimited_while_training_moves(tmp_path: Path) -> None:
 
 def test_script_that_cannot_start_is_stopped_at_once(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
-        async with training(folder, aware=False) as (job, agent):
+        async with training(folder, aware=False) as (_, agent):
             await agent.kill(
                 0, exit_code=1, exception="ModuleNotFoundError", message="No module named 'x'", traceback="tb"
             )
@@ -291,7 +291,7 @@ def test_script_that_cannot_start_is_stopped_at_once(tmp_path: Path) -> None:
 
 def test_unaware_script_is_restarted_until_the_budget_is_used_up(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
-        async with training(folder, aware=False, max_restarts=1) as (job, agent):
+        async with training(folder, aware=False, max_restarts=1) as (_job, agent):
             await agent.kill(1)
             second = await agent.wait_for(Start, count=2)
             assert second.generation == 1 and second.assignments[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
@@ -304,7 +304,7 @@ def test_unaware_script_is_restarted_until_the_budget_is_used_up(tmp_path: Path)
 
 def test_unaware_script_with_the_same_exception_again_and_again(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
-        async with training(folder, aware=False, max_restarts=50) as (job, agent):
+        async with training(folder, aware=False, max_restarts=50) as (_job, agent):
             for count in (1, 2, 3):
                 await agent.wait_for(Start, count=count)
                 await agent.kill(1, exit_code=1, exception="ValueError", message="bad", traceback="tb")

@@ -20,7 +20,7 @@ from rerail.cli.watch import RerailJob, Step
 from rerail.flow import Report
 
 WORLD = 4
-STEPS = 120
+STEPS = 80
 SCRIPT = Path(__file__).with_name("demo_train.py")
 FAULTS = 4
 

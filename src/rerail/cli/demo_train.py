@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(1)
     job = rerail.join()
     torch.manual_seed(1234)
-    data = Sources()
+    data = Sources(batch=1)
     model = DistributedDataParallel(GPT().to(job.device))
     torch.manual_seed(1234 + job.rank)  # every rank drops out other units; this state survives a replacement too
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -37,9 +37,9 @@ def main() -> None:
         for step in job.steps(until=args.steps):
             loss = torch.zeros(())
             with job.step():
+                raise_if_asked(args.folder, job.rank, job.rehearsing)
                 loss = model(*data.batch(step, job.rank, job.device))
                 loss.backward()
-                raise_if_asked(args.folder, job.rank, job.rehearsing)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

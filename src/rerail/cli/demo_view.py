@@ -14,6 +14,8 @@ from rerail.cli.watch import Step
 from rerail.flow import Report, Rung
 
 LABELS = {"undisturbed": "undisturbed run", "disturbed": "the same run, disturbed"}
+WIDTH = 44
+"""Columns for what happened; the whole text is in `rerail report`."""
 _DONE = {
     Rung.RETRY_STEP: "step retried",
     Rung.REPLACE_RANK: "replaced, survivors kept",
@@ -107,13 +109,18 @@ def make_view(*, plain: bool) -> View:
     return View() if plain else LiveView()
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+
+
 def incident_line(report: Report) -> str:
     """What happened and what was done, on one line."""
+    what = f"{_short(report.summary):<{WIDTH}}"
     if report.code == "controller.lost":
-        return f"{report.summary:<34} new controller took over after {report.cost.detect:.2f} s"
+        return f"{what}  new controller took over after {report.cost.detect:.2f} s"
     found = f"found in {report.cost.detect:.2f} s, " if report.cost.detect >= 0.1 else ""
     seconds = report.cost.total - report.cost.detect - report.cost.t0
-    return f"{report.summary:<34} {found}{_DONE[report.rung]} in {seconds:.2f} s, resumed at step {report.resumed_step}"
+    return f"{what}  {found}{_DONE[report.rung]} in {seconds:.2f} s, resumed at step {report.resumed_step}"
 
 
 def incident_table(reports: Iterable[Report]) -> str:
@@ -124,7 +131,7 @@ def incident_table(reports: Iterable[Report]) -> str:
         cost = report.cost
         done = "taken over" if report.code == "controller.lost" else report.rung.value
         seconds = (cost.detect, cost.t0, cost.t1, cost.t2, cost.t3, cost.t4, cost.total)
-        rows.append((str(report.incident), report.summary, done, *(f"{value:.2f}" for value in seconds)))
+        rows.append((str(report.incident), _short(report.summary), done, *(f"{value:.2f}" for value in seconds)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = []
     for row in rows:

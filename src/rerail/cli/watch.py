@@ -118,6 +118,14 @@ class WatchedJob:
         """Until every rank has completed a step that lies behind `moment`."""
         self.wait_for("a step of all ranks", lambda _: self._all_after(moment), limit_s)
 
+    def wait_step(self, number: int, limit_s: float = 180.0) -> None:
+        """Until every rank has completed step `number`."""
+        self.wait_for(
+            f"step {number} of all ranks",
+            lambda _: len(self.latest) == self.world and min(step.step for step in self.latest.values()) >= number,
+            limit_s,
+        )
+
     def wait_exit(self, limit_s: float) -> int:
         """The launcher's exit code."""
         self.wait_for("the end of the job", lambda _: self.process.poll() is not None, limit_s)

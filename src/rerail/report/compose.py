@@ -97,13 +97,13 @@ def controller_lost(diagnosis: Diagnosis, number: int, down_s: float, links: tup
 
 def one_line(report: Report, recovery: Recovery) -> str:
     """What the user reads while the job runs."""
-    took = f"{recovery.phases[-1].end if recovery.phases else 0.0:.2f} s"
+    took = f"{recovery.phases[-1].end:.2f} s" if recovery.phases else ""
     if report.rung is Rung.STOP:
         return f"{report.summary}: stopped, {recovery.detail}"
     if not report.ok:
         return f"{report.summary}: {recovery.detail}"
     if report.rung is Rung.RESTART_ALL:
-        return f"{report.summary}: all ranks started again after {took} ({recovery.detail})"
+        return f"{report.summary}: all ranks started again{f' in {took}' if took else ''} ({recovery.detail})"
     if report.rung is Rung.RETRY_STEP:
         return f"{report.summary}: step {report.resumed_step} retried in {took}"
     replayed = (

@@ -59,7 +59,9 @@ def phases(line: Timeline) -> tuple[Phase, ...]:
     """The stages the controller saw, in seconds since the first signal."""
     found: list[Phase] = []
     start = 0.0
-    for name, at in (("reschedule", line.parked_at), ("form", line.formed_at), ("replay", line.ended)):
+    # ranks of a script that knows nothing of rerail do not tell when they go on: then there is no end to speak of
+    ended = line.ended if line.formed_at else 0.0
+    for name, at in (("reschedule", line.parked_at), ("form", line.formed_at), ("replay", ended)):
         if at:
             end = max(start, at - line.opened)
             found.append(Phase(name=name, start=start, end=end))

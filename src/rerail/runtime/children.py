@@ -22,8 +22,9 @@ import msgspec
 from rerail.config import JobSpec
 from rerail.errors import WireError
 from rerail.runtime import processes
+from rerail.runtime.frames import decode_from_rank, frame, read_frame
 from rerail.runtime.logs import OutputPipe
-from rerail.runtime.wire import Assign, FromRank, Message, decode_from_rank, frame, read_frame
+from rerail.runtime.wire import Assign, FromRank, Message
 
 BOOTSTRAP = "from rerail.runtime.bootstrap import main; main()"
 STANDBY_NICE = 10

@@ -31,8 +31,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from rerail.config import JobSpec, Settings
 from rerail.errors import JournalError, UsageError, WireError
 from rerail.runtime.controller import Controller, Inbound, say
+from rerail.runtime.frames import MAX_MESSAGE, decode_to_controller, encode
 from rerail.runtime.journal import FILE_NAME, Journal
-from rerail.runtime.wire import MAX_MESSAGE, AgentHello, Rejected, Shutdown, ToAgent, decode_to_controller, encode
+from rerail.runtime.wire import AgentHello, Rejected, Shutdown, ToAgent
 
 ADDRESS_FILE = "controller.json"
 EXIT_USAGE = 2

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from rerail.config import JobSpec
 from rerail.errors import WireError
+from rerail.runtime.frames import MAX_MESSAGE, decode_to_agent, encode
 from rerail.runtime.processes import say
-from rerail.runtime.wire import MAX_MESSAGE, Beat, Message, Standbys, ToAgent, decode_to_agent, encode
+from rerail.runtime.wire import Beat, Message, Standbys, ToAgent
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

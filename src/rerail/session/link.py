@@ -15,19 +15,8 @@ from typing import TypeVar
 
 from rerail.errors import JobStopped
 from rerail.runtime.clock import StepClock
-from rerail.runtime.wire import (
-    Assign,
-    Form,
-    Formed,
-    Interrupt,
-    Message,
-    Plan,
-    Stop,
-    ToRank,
-    decode_to_rank,
-    frame,
-    recv_frame,
-)
+from rerail.runtime.frames import decode_to_rank, frame, recv_frame
+from rerail.runtime.wire import Assign, Form, Formed, Interrupt, Message, Plan, Stop, ToRank
 
 FD_VARIABLE = "RERAIL_LINK_FD"
 

@@ -1,0 +1,136 @@
+"""Decisions: which rung, by which rule, and that there always is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rerail.decide.budget import Budget
+from rerail.decide.choose import DEFAULT_COST, choose
+from rerail.decide.rules import RULES, Situation
+from rerail.flow import Cost, Decision, Diagnosis, Rung
+
+
+def diagnosis(
+    lost: tuple[int, ...] = (), ranks: tuple[int, ...] = (2,), rule: str = "earliest-root", step: int = 5
+) -> Diagnosis:
+    return Diagnosis(
+        id="d", job="j", at=1.0, code="c", root="e", node="n", ranks=ranks, lost=lost, rule=rule, step=step, summary="s"
+    )  # fmt: skip
+
+
+def decide(found: Diagnosis, **now: Any) -> Decision:
+    facts: dict[str, Any] = {"aware": True, "in_training": True, "survivors": 3, **now}
+    return choose(found, Situation(**facts), at=2.0)
+
+
+RAISED = diagnosis()
+KILLED = diagnosis(lost=(2,))
+
+
+@pytest.mark.parametrize(
+    ("found", "now", "rung", "rule"),
+    [
+        (KILLED, {}, Rung.REPLACE_RANK, "rank-lost"),
+        (RAISED, {"budget": Budget(raised_count=1)}, Rung.RETRY_STEP, "raised-once"),
+        (RAISED, {"budget": Budget(raised_count=2)}, Rung.REPLACE_RANK, "raised-again"),
+        (diagnosis(rule="collective-alone"), {}, Rung.RETRY_STEP, "all-alive"),
+        (diagnosis(rule="takeover", ranks=()), {}, Rung.RETRY_STEP, "all-alive"),
+        (KILLED, {"in_training": False}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"aware": False}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"survivors": 0}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"nodes_up": False}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"exited": 1}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"aware": False, "budget": Budget(restarts_used=3)}, Rung.STOP, "budget-used-up"),
+        (KILLED, {"budget": Budget(stuck=3)}, Rung.STOP, "no-progress"),
+        (KILLED, {"aware": False, "budget": Budget(error_count=3)}, Rung.STOP, "no-progress"),
+        (RAISED, {"programming": True, "in_training": False}, Rung.STOP, "cannot-start"),
+        (RAISED, {"programming": True}, Rung.RETRY_STEP, "raised-once"),
+        (
+            KILLED,
+            {"programming": True, "in_training": False, "settled": True, "aware": False},
+            Rung.RESTART_ALL,
+            "restart",
+        ),
+    ],
+)
+def test_rule(found: Diagnosis, now: dict[str, Any], rung: Rung, rule: str) -> None:
+    decision = decide(found, **now)
+    assert (decision.rung, decision.rule) == (rung, rule)
+    assert decision.why
+
+
+def test_exit_codes() -> None:
+    assert decide(KILLED, budget=Budget(stuck=3)).exit_code == 93
+    assert decide(KILLED, aware=False, restarts_allowed=0).exit_code == 1
+    assert "0 of 0" in decide(KILLED, aware=False, restarts_allowed=0).why
+    assert decide(KILLED).exit_code == 0
+
+
+def test_all_lost_ranks_are_replaced_and_the_raiser_is_when_nobody_is_lost() -> None:
+    assert decide(diagnosis(lost=(1, 2), ranks=(1, 2))).ranks == (1, 2)
+    assert decide(RAISED, budget=Budget(raised_count=2)).ranks == (2,)
+    assert decide(RAISED).ranks == ()
+
+
+def test_candidates_tell_every_rung_with_its_price() -> None:
+    known = Cost(t1=9.0)
+    decision = decide(KILLED, history={Rung.REPLACE_RANK: known})
+    by_rung = {candidate.rung: candidate for candidate in decision.candidates}
+    assert set(by_rung) == set(Rung)
+    assert by_rung[Rung.REPLACE_RANK].expected == known
+    assert by_rung[Rung.RESTART_ALL].expected == DEFAULT_COST[Rung.RESTART_ALL]
+    assert not by_rung[Rung.RETRY_STEP].feasible and "rank 2" in by_rung[Rung.RETRY_STEP].why
+    assert decision.fallbacks == (Rung.RESTART_ALL, Rung.STOP)
+
+
+def test_rule_ids_are_unique() -> None:
+    assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+@given(
+    lost=st.sets(st.integers(0, 3)), rule=st.sampled_from(["earliest-root", "collective-alone", "takeover"]),
+    flags=st.tuples(*[st.booleans()] * 5), survivors=st.integers(0, 3), restarts=st.integers(0, 4),
+    stuck=st.integers(0, 4), tried=st.sets(st.sampled_from([Rung.RETRY_STEP, Rung.REPLACE_RANK, Rung.RESTART_ALL])),
+)  # fmt: skip
+def test_there_is_always_a_decision_and_it_is_feasible(
+    lost: set[int], rule: str, flags: tuple[bool, ...], survivors: int, restarts: int, stuck: int, tried: set[Rung]
+) -> None:
+    aware, in_training, settled, programming, nodes_up = flags
+    decision = decide(
+        diagnosis(lost=tuple(sorted(lost)), rule=rule),
+        aware=aware, in_training=in_training, settled=settled, programming=programming, nodes_up=nodes_up,
+        survivors=survivors, budget=Budget(restarts_used=restarts, stuck=stuck), tried=dict.fromkeys(tried, "failed"),
+    )  # fmt: skip
+    taken = next(c for c in decision.candidates if c.rung is decision.rung)
+    assert taken.feasible and decision.rung not in tried
+    assert decision.rung is not Rung.REPLACE_RANK or decision.ranks
+    assert decision.rung is not Rung.RETRY_STEP or not lost
+
+
+def test_budget_counts_standing_still_and_forgets_when_training_moves() -> None:
+    budget = Budget()
+    for expected in (1, 2, 3):
+        budget = budget.note(KILLED, 10, aware=True)
+        assert budget.stuck == expected
+    assert budget.note(KILLED, 11, aware=True).stuck == 1
+
+
+def test_budget_counts_raises_of_one_step() -> None:
+    once = Budget().note(diagnosis(step=5), 5, aware=True)
+    twice = once.note(diagnosis(step=5), 5, aware=True)
+    other = twice.note(diagnosis(step=6), 6, aware=True)
+    assert (once.raised_count, twice.raised_count, other.raised_count) == (1, 2, 1)
+
+
+def test_budget_counts_the_same_error_of_a_script_without_steps() -> None:
+    budget = Budget()
+    for expected in (1, 2, 3):
+        budget = budget.note(RAISED, -1, aware=False)
+        assert budget.error_count == expected
+    assert budget.note(diagnosis(ranks=(1,)), -1, aware=False).error_count == 4
+    assert budget.spend_restart().restarts_used == 1
