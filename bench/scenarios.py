@@ -24,6 +24,7 @@ from rerail.cli.watch import RerailJob, Step, WatchedJob
 HERE = Path(__file__).resolve().parent
 WORLD = 4
 ENDLESS = 1_000_000
+PACE_S = 0.2
 STEADY = 10
 """Steps before a fault in the timed scenarios; torchrun's script has written its first checkpoint by then."""
 SMALL = ["--layers", "2", "--width", "64", "--vocabulary", "256"]
@@ -120,16 +121,12 @@ def freeze(folder: Path, victim: int) -> tuple[float, float, bool]:
         return gone - stopped, usual, report.ranks == (victim,)
 
 
-def disturbed_weights(folder: Path, parallel: str, kills: int, seed: int) -> tuple[str, int]:
-    """sha256 of the final weights of a run with `kills` random kills (0: undisturbed), and how many there really were."""
+def disturbed_weights(folder: Path, parallel: str, steps: int, kills: int, seed: int) -> str:
+    """sha256 of the final weights of a run of `steps` with `kills` random kills; stretched so that all kills fall into it."""
     choose = random.Random(seed)
-    steps, pace = (1500, 0.04) if kills else (1500, 0.0)
-    sizes = ["--steps", str(steps), "--pace", str(pace), "--parallel", parallel, *SMALL]
-    done = 0
-    standbys = 2 if kills else 0
-    with RerailJob(
-        HERE / "workload.py", ["--folder", str(folder), *sizes], folder, world=WORLD, standbys=standbys
-    ) as job:
+    shape = ["--steps", str(steps), "--pace", str(PACE_S if kills else 0.0), "--parallel", parallel, *SMALL]
+    arguments, standbys = ["--folder", str(folder), *shape], 2 if kills else 0
+    with RerailJob(HERE / "workload.py", arguments, folder, world=WORLD, standbys=standbys) as job:
         job.wait_first_step()
         for _ in range(kills):
             job.wait_standbys(1)
@@ -137,9 +134,8 @@ def disturbed_weights(folder: Path, parallel: str, kills: int, seed: int) -> tup
             victim = choose.randrange(WORLD)
             killed = kill(job, victim)
             job.wait_for("the newcomer's first step", by_other_pid(victim, before[victim], killed))
-            done += 1
         code = job.wait_exit(limit_s=600.0)
-        return ((folder / "sha256").read_text() if code == 0 else f"exit code {code}"), done
+        return (folder / "sha256").read_text() if code == 0 else f"exit code {code}"
 
 
 def second_fault(folder: Path, count: int, seed: int) -> int:

@@ -16,7 +16,8 @@ from node_helpers import job, standin, wait_gone
 from rerail.config import Settings
 from rerail.runtime import agent as agent_module
 from rerail.runtime import wire
-from rerail.runtime.agent import Agent, virtual_device
+from rerail.runtime.agent import Agent
+from rerail.runtime.children import virtual_device
 from rerail.runtime.processes import adopt_orphans, descendants
 
 Body = Callable[[Agent, FakeController], Awaitable[None]]
@@ -99,7 +100,7 @@ def test_a_killed_rank_is_reported_and_its_place_given_to_a_standby(bench: Bench
         await standby_ready(controller)
         standby, survivor = node.pool.members[0], rank_pid(node, 0)
         assert standby.at_join
-        memory = node.slots[1].fds
+        memory = node.slots[1].memory
         os.kill(rank_pid(node, 1), signal.SIGKILL)
         seen = (await controller.wait(wire.Observed))[0].signal
         assert (seen.source, seen.rank, seen.node, seen.payload["signal"]) == ("process.exit", 1, "n0", "SIGKILL")
@@ -107,7 +108,7 @@ def test_a_killed_rank_is_reported_and_its_place_given_to_a_standby(bench: Bench
         await controller.send(wire.Promote(assignment=assignment(1, 2, 1, newcomer=True)))
         await controller.relayed(wire.Parked, 2, 1)
         assert (rank_pid(node, 0), rank_pid(node, 1)) == (survivor, standby.pid)
-        assert node.slots[1].fds == memory
+        assert node.slots[1].memory == memory
         assert not node.pool.members, "no standby is warmed while a recovery is under way"
         await controller.send(wire.FormAll(plan=plan(2, 1)))
         await controller.relayed(wire.Resumed, 2, 1)

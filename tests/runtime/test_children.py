@@ -42,7 +42,7 @@ def with_child(body: Callable[[Child, Heard], Awaitable[None]], *words: str, mod
 
 async def become_rank(child: Child, heard: Heard, slot: Slot) -> None:
     assert isinstance(await heard.next(), Warm)
-    child.assign(Assign(generation=0, rank=3, world_size=4, newcomer=False), slot.fds)
+    child.assign(Assign(generation=0, rank=3, world_size=4, newcomer=False), slot.memory)
 
 
 def test_a_child_becomes_a_rank_and_gets_its_memory() -> None:
@@ -165,7 +165,7 @@ def test_a_lowered_priority_is_raised_with_the_assignment() -> None:
     async def main() -> None:
         child = Child.spawn(standin(), Mode.PRELOAD, nice=10)
         assert psutil.Process(child.pid).nice() == 10
-        child.assign(Assign(generation=0, rank=0, world_size=1, newcomer=False), Slot(0).fds)
+        child.assign(Assign(generation=0, rank=0, world_size=1, newcomer=False), Slot(0).memory)
         assert psutil.Process(child.pid).nice() == 0
         child.kill()
         assert await child.wait(30)

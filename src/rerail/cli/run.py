@@ -154,7 +154,7 @@ def _rendezvous(args: argparse.Namespace, max_nodes: int) -> Rendezvous:
     if backend not in ("static", "c10d") and not args.standalone:
         raise UsageError(f"--rdzv-backend is {backend!r}", hint="use static or c10d")
     asked_to_host = _is_host(args.rdzv_conf)
-    if args.standalone or (max_nodes == 1 and (backend == "static" or not args.rdzv_endpoint)):
+    if args.standalone or (max_nodes == 1 and not args.rdzv_endpoint):
         return Rendezvous(LOCAL, 0, True, 0, args.local_addr or LOCAL)
     host, port = _endpoint(args, backend)
     if max_nodes == 1:

@@ -1,6 +1,6 @@
 """Turns the wish for a run directory into one that belongs to this job alone.
 
-Called by `cli.run`; `report` finds the directories again.
+Called by `cli.run`; `report.summary` says where they live, and finds them again.
 """
 
 from __future__ import annotations
@@ -9,22 +9,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from rerail.errors import UsageError
+from rerail.report.summary import run_root
 
 CLAIM = "job.json"
 """Made exclusively by the job that owns the directory: whoever finds it there must go elsewhere."""
-
-
-def state_root(env: Mapping[str, str] = os.environ) -> Path:
-    """Where run directories live unless --run-dir says otherwise."""
-    if env.get("RERAIL_HOME"):
-        return Path(env["RERAIL_HOME"]).expanduser()
-    if env.get("XDG_STATE_HOME"):
-        return Path(env["XDG_STATE_HOME"]) / "rerail"
-    return Path.home() / ".local" / "state" / "rerail"
 
 
 def claim_run_dir(asked: str | None, job: str, hosts_controller: bool) -> Path:
@@ -38,7 +29,7 @@ def claim_run_dir(asked: str | None, job: str, hosts_controller: bool) -> Path:
             )
         return path
     # A node without the controller keeps logs only: apart, so that a shared home does not mix it with the job's own.
-    folder = state_root() if hosts_controller else state_root() / ".nodes"
+    folder = run_root() if hosts_controller else run_root() / ".nodes"
     name = job if hosts_controller else f"{job}.{socket.gethostname()}"
     number = 1
     while not _claim(path := (folder / (name if number == 1 else f"{name}.{number}")).absolute(), job):

@@ -77,15 +77,15 @@ def _obstacle(rung: Rung, diagnosis: Diagnosis, now: Situation) -> str:
         return "the script does not call rerail.join(), so its ranks cannot be repaired in place"
     if now.exited:
         return f"{now.exited} ranks have ended already"
+    if not now.survivors:
+        return "no rank has survived"
     if not now.in_training:
         return "not every rank has completed a step yet"
     if rung is Rung.RETRY_STEP:
         return f"{_names(diagnosis.lost)} cannot go on" if diagnosis.lost else ""
     if not (diagnosis.lost or diagnosis.ranks):
         return "no rank is broken"
-    if not now.nodes_up:
-        return "the node of a lost rank is not connected"
-    return "" if now.survivors > 0 else "no rank has survived"
+    return "" if now.nodes_up else "the node of a lost rank is not connected"
 
 
 def _names(ranks: tuple[int, ...]) -> str:

@@ -45,8 +45,10 @@ def read_error_file(path: Path) -> Payload:
     found: Payload = {}
     message, trace = _message_of(body.get("message"))
     if message:
-        found["message"] = message[:MAX_TEXT]
-        found["exception"] = str(body.get("exception") or message.split(":", 1)[0].strip())
+        exception = str(body.get("exception") or message.split(":", 1)[0].strip())
+        # "ValueError: bad" says the type once more
+        found["message"] = message.removeprefix(f"{exception.rpartition('.')[2]}: ")[:MAX_TEXT]
+        found["exception"] = exception
     if trace:
         found["traceback"] = trace[-MAX_TEXT:]
     return found

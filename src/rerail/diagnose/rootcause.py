@@ -37,7 +37,7 @@ def diagnose(events: Sequence[Event], facts: Facts, *, at: float, waited: bool) 
     elif takeover is not None:
         root, rule = takeover, "takeover"
     else:
-        root, rule = min(events, key=lambda event: (event.first_seen, event.rank)), "collective-alone"
+        root, rule = _among_echoes(events)
     broken = _broken(root, roots)
     return Diagnosis(
         id=new_id("diagnosis"),
@@ -52,11 +52,19 @@ def diagnose(events: Sequence[Event], facts: Facts, *, at: float, waited: bool) 
         step=max(event.step for event in events),
         echoes=tuple(event.id for event in events if event.id != root.id),
         transient=root.transient,
-        confidence="low" if rule == "collective-alone" else "high",
+        confidence="low" if rule in ("collective-alone", "fewest-collectives") else "high",
         rule=rule,
         summary=_summary(root, events, rule),
         evidence=_evidence(root),
     )
+
+
+def _among_echoes(events: Sequence[Event]) -> tuple[Event, str]:
+    """Nobody died, hung or raised: the rank that the others have overtaken, or else the first to complain."""
+    late = [event for event in events if event.code == "collective.stalled" and event.rank >= 0]
+    if late:
+        return late[-1], "fewest-collectives"
+    return min(events, key=lambda event: (event.first_seen, event.rank)), "collective-alone"
 
 
 def _first_cause(roots: Sequence[Event]) -> tuple[Event, str]:
@@ -85,6 +93,8 @@ def _gist(event: Event) -> str:
 def _summary(root: Event, events: Sequence[Event], rule: str) -> str:
     if rule == "collective-alone":
         return f"{root.message}; no rank died, hung or raised"
+    if rule == "fewest-collectives":
+        return f"all ranks wait in a collective, and rank {root.rank} is behind the others"
     text = root.message
     if rule == "same-error-everywhere":
         ranks = {event.rank for event in events if event.code == root.code}

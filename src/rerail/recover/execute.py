@@ -11,6 +11,7 @@ construction. The first start of a job is a restart that nobody had to ask for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,7 +19,7 @@ from rerail.config import JobSpec, Settings
 from rerail.flow import Action, Decision, OutcomeKind, Rung, new_id
 from rerail.recover.assign import assignment, environment
 from rerail.recover.plan import Infeasible, choose_sources
-from rerail.runtime.fleet import Fleet, Rank, RankState
+from rerail.runtime.fleet import Agent, Fleet, Rank, RankState
 from rerail.runtime.wire import (
     DismissAll,
     FormAll,
@@ -29,6 +30,7 @@ from rerail.runtime.wire import (
     Plan,
     PortPicked,
     Promote,
+    RankStatus,
     Source,
     Start,
 )
@@ -84,6 +86,7 @@ class Execution:
         self._fresh = True
         self._store_rank = 0
         self._restarts = (0, 0)
+        self._plan: Plan | None = None
         self._wall = 0.0
 
     # --- beginnings ---
@@ -141,6 +144,9 @@ class Execution:
             self.stage, self.marks.formed_at = Stage.REPLAYING, now
         if self.stage is Stage.REPLAYING and all(self._has_resumed(rank) for rank in self.fleet.members()):
             self.stage, self.marks.resumed_at = Stage.IDLE, now
+            if self._fresh:  # what the ranks found in their arenas is theirs to tell
+                found = [rank.resumed.version - 1 for rank in self.fleet.ranks.values() if rank.resumed is not None]
+                self.marks.version = min(found, default=self.marks.version)
         if self.stage is Stage.IDLE and self.fleet.finished and not self.fleet.dismissed:
             self._dismiss()
 
@@ -176,6 +182,27 @@ class Execution:
             self.fleet.agents[node].send(DismissAll())
         self._note("dismiss", "all")
 
+    def resend(self, agent: Agent, told: Iterable[RankStatus], now: float) -> None:
+        """An agent is back after its connection broke: say again whatever its ranks, by its own word, have not heard."""
+        fleet, heard = self.fleet, {status.rank: status for status in told}
+        if self.stage is Stage.PICKING_PORT and fleet.agent_of(0) is agent:
+            agent.send(PickPort(generation=fleet.generation))
+        elif self.stage is Stage.PARKING:
+            ranks = [rank for rank in fleet.on_node(agent.node) if rank.state not in (RankState.LOST, RankState.EXITED)]
+            at = {rank.rank: heard[rank.rank].generation if rank.rank in heard else -1 for rank in ranks}
+            unborn = [rank for rank in ranks if at[rank.rank] < rank.assigned]
+            if self._fresh and unborn:
+                self._start_node(agent.node)
+            elif not self._fresh:
+                for rank in unborn:
+                    self._promote(rank, now)
+                self._interrupt([rank for rank in ranks if rank not in unborn and at[rank.rank] < fleet.generation])
+        elif self.stage is Stage.FORMING and self._plan is not None:
+            if any(status.state == RankState.PARKED for status in heard.values()):
+                agent.send(FormAll(plan=self._plan))
+        elif fleet.dismissed:
+            agent.send(DismissAll())
+
     # --- restart ---
 
     def _gather(self, now: float) -> None:
@@ -207,14 +234,18 @@ class Execution:
         for rank in fleet.ranks.values():
             rank.begin(fleet.generation, newcomer=False)
         for node in fleet.placed():
-            orders = tuple(
-                assignment(fleet, rank, self._env(rank), store_rank=0, newcomer=False, restored=fleet.generation > 0)
-                for rank in fleet.on_node(node)
-            )
-            grace = RESTART_GRACE_S if fleet.generation > 0 else 0.0
-            fleet.agents[node].send(Start(generation=fleet.generation, assignments=orders, grace_s=grace))
-            self._note("start", f"node {node}")
+            self._start_node(node)
         self.stage = Stage.PARKING
+
+    def _start_node(self, node: str) -> None:
+        fleet = self.fleet
+        orders = tuple(
+            assignment(fleet, rank, self._env(rank), store_rank=0, newcomer=False, restored=fleet.generation > 0)
+            for rank in fleet.on_node(node)
+        )
+        grace = RESTART_GRACE_S if fleet.generation > 0 else 0.0
+        fleet.agents[node].send(Start(generation=fleet.generation, assignments=orders, grace_s=grace))
+        self._note("start", f"node {node}")
 
     # --- repair ---
 
@@ -258,7 +289,7 @@ class Execution:
             self.problem, self.stage = choice.reason, Stage.IDLE
             self._note("form", "all", outcome=OutcomeKind.PERMANENT, detail=choice.reason)
             return
-        plan = Plan(
+        plan = self._plan = Plan(
             generation=fleet.generation,
             world_size=len(fleet.ranks),
             store_host=fleet.agent_of(self._store_rank).address,

@@ -14,8 +14,10 @@ from rerail.runtime.wire import AgentHello
 
 LAST_CALL_S = 1.0
 """With --nnodes MIN:MAX, how long to wait for more nodes once MIN are there."""
-DUPLICATE_S = 1.0
-"""A second agent of the same name is a duplicate if the first was heard this recently, else its successor."""
+PATIENCE_S = 3.0
+"""After this long without enough nodes the user is told what the job waits for, once."""
+DUPLICATE_S = 3.0
+"""A second agent of the same name is a duplicate if the first was heard this recently (three beats), else its successor."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Admission:
         self._fleet, self._spec, self._token = fleet, spec, token
         self._min_since: float | None = None
         self._arrivals = 0
+        self._first_at: float | None = None
+        self._told = False
 
     def greet(self, link: Link, hello: AgentHello, now: float) -> Greeting:
         """Admit, take back or refuse."""
@@ -49,6 +53,7 @@ class Admission:
             known.address, known.ready = hello.address, hello.standbys_ready
             return Greeting(agent=known, returned=True)
         self._arrivals += 1
+        self._first_at = now if self._first_at is None else self._first_at
         agent = Agent(
             node=hello.node,
             address=hello.address,
@@ -74,8 +79,22 @@ class Admission:
             self._min_since = None
         return self._min_since is not None and now >= self._min_since + LAST_CALL_S
 
+    def notice(self, now: float) -> str:
+        """What to tell the user about nodes that do not come; once, and else nothing."""
+        here, spec = [agent.node for agent in self._fleet.connected()], self._spec
+        if self._told or self._first_at is None or now < self._first_at + PATIENCE_S or len(here) >= spec.min_nodes:
+            return ""
+        self._told = True
+        return (
+            f"waiting for nodes: {len(here)} of {spec.min_nodes} here ({', '.join(here) or 'none'})\n"
+            f"  start the others: rerail run --nnodes {spec.min_nodes} --rdzv-id {spec.job} "
+            f"--rdzv-endpoint {spec.endpoint_host}:{spec.endpoint_port} --node-rank N ..."
+        )
+
     def next_deadline(self) -> float | None:
-        return None if self._min_since is None else self._min_since + LAST_CALL_S
+        if self._min_since is not None:
+            return self._min_since + LAST_CALL_S
+        return None if self._told or self._first_at is None else self._first_at + PATIENCE_S
 
     def node_rank(self, agent: Agent) -> int:
         """Its place among the nodes, as far as it is known."""

@@ -25,8 +25,8 @@ from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
 from rerail.errors import RerailError
 from rerail.flow import Signal, new_id
-from rerail.runtime import processes, wire
-from rerail.runtime.children import Child, child_spec, end_all
+from rerail.runtime import memory, processes, wire
+from rerail.runtime.children import Child, child_spec, end_all, virtual_device
 from rerail.runtime.clock import Reading
 from rerail.runtime.logs import ERR, OUT, Console, LogBook
 from rerail.runtime.processes import say
@@ -57,7 +57,7 @@ class Agent:
         self.incarnation = uuid.uuid4().hex
         self.console = Console()
         self.logs = LogBook(spec, self.console)
-        self.slots = [Slot(local_rank) for local_rank in range(spec.slots)]
+        self.slots = [Slot(local_rank, given) for local_rank, given in enumerate(memory.found(spec.slots))]
         self.pool = StandbyPool(
             child_spec(spec), wanted=0 if spec.no_python else settings.standbys, changed=self._standbys_changed
         )
@@ -145,8 +145,9 @@ class Agent:
 
     def _promote(self, assignment: wire.Assign) -> None:
         """A standby takes the place of a rank; whatever is left of that rank goes."""
-        slot = next((slot for slot in self.slots if slot.rank == assignment.rank), None)
-        if slot is None or slot.generation > assignment.generation:
+        # By its place, not by its rank: an agent that was started anew has never seen that rank.
+        slot = self.slots[int(assignment.env["LOCAL_RANK"])]
+        if slot.generation > assignment.generation:
             return
         if slot.child is not None:
             slot.child.disown()
@@ -164,7 +165,7 @@ class Agent:
         if self.spec.virtual_local_rank:
             env |= virtual_device(local_rank)
         child.on_message, child.on_exit = self._heard, self._exited
-        child.assign(msgspec.structs.replace(assignment, env=env), slot.fds)
+        child.assign(msgspec.structs.replace(assignment, env=env), slot.memory)
         child.stdout.attach(self.logs.open(assignment.generation, slot.rank, local_rank, OUT))
         child.stderr.attach(self.logs.open(assignment.generation, slot.rank, local_rank, ERR))
 
@@ -184,7 +185,8 @@ class Agent:
         if slot is None or isinstance(message, wire.Warm):
             return
         slot.heard(message)
-        self.uplink.send(wire.Relayed(rank=slot.rank, message=message))
+        slot.said.append(wire.Relayed(rank=slot.rank, message=message))
+        self.uplink.send(slot.said[-1])
         self._refill()
 
     def _exited(self, child: Child) -> None:
@@ -211,12 +213,11 @@ class Agent:
         self.uplink.send(slot.unsettled)
 
     def _stalled(self, waited: float, readings: list[Reading]) -> None:
-        counts = [reading.collectives for reading in readings]
+        counts = {slot.rank: reading.collectives for slot, reading in zip(self.slots, readings, strict=True)}
         payload: dict[str, str | int | float | bool] = {
             "evidence": f"all {len(readings)} ranks of {self.node} have waited in a collective for {waited:.1f} s",
             "stalled_s": round(waited, 3),
-            "collectives": min(counts),
-            "collectives_most": max(counts),
+            "collectives": ",".join(f"{rank}:{count}" for rank, count in counts.items()),
         }
         self.uplink.send(wire.Observed(signal=self._signal(hang.STALLED_SOURCE, None, payload), age_s=round(waited, 3)))
 
@@ -249,10 +250,11 @@ class Agent:
             ranks=tuple(slot.status() for slot in placed),
             standbys_ready=self._standby_counts()[0],
         )
-        unsettled = [slot.unsettled for slot in placed if slot.unsettled is not None]
-        for message in unsettled:
+        # The last words before a connection broke may not have arrived; all of them can be heard twice.
+        again = [message for slot in placed for message in (*slot.said, slot.unsettled) if message is not None]
+        for message in again:
             self.uplink.forget(message)
-        return [hello, *unsettled]
+        return [hello, *again]
 
     def _standby_counts(self) -> tuple[int, int]:
         """Before the start, the processes in the pool are the ranks to be, not standbys."""
@@ -348,14 +350,6 @@ class Agent:
         await self.uplink.close(0.5)
         if not self._done.done():
             self._done.set_result(code)
-
-
-def virtual_device(local_rank: int) -> dict[str, str]:
-    """--virtual-local-rank: each rank sees its own device alone, as number 0."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible is not None else []
-    device = devices[local_rank].strip() if local_rank < len(devices) else str(local_rank)
-    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from types import CodeType
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ from rerail.runtime.wire import Assign, Warm
 from rerail.session.link import AgentLink, connect
 
 _PR_SET_PDEATHSIG = 1
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +74,7 @@ def _warm_up() -> None:
         import torch.distributed
 
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-        import torch.nn.parallel  # noqa: F401
+        import torch.nn.parallel
 
         import rerail.session.job  # noqa: F401
 
@@ -129,16 +131,38 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _print_user_traceback(error: BaseException) -> None:
-    """The user's own traceback, without the frames of rerail that started the script."""
+    """The user's own traceback, without the frames of rerail that started the script; once for all ranks of the node."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
+    if _is_first(error):
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
+    else:
+        rank = os.environ.get("RANK", "?")
+        last = traceback.format_exception_only(error)[-1].strip()
+        print(f"rank {rank}: {last} (traceback as above, and in {os.environ[ERROR_FILE]})", file=sys.stderr)
+
+
+def _is_first(error: BaseException) -> bool:
+    """Whether nobody on this node has shown an error of this type from this place yet, in this attempt or before."""
+    path = os.environ.get(ERROR_FILE, "")
+    if not path:
+        return True
+    places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    key = zlib.crc32("|".join((type(error).__name__, os.environ.get("RERAIL_NODE", ""), *places)).encode())
+    logs = os.path.dirname(os.path.dirname(os.path.dirname(path)))
+    try:
+        os.close(os.open(os.path.join(logs, f".shown-{key:08x}"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # better twice than not at all
+    return True
 
 
 def _write_error_file(error: BaseException) -> None:
     """torchelastic's error file, unless the script's @record has written it already."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    path = os.environ.get(ERROR_FILE, "")
     if not path or os.path.exists(path):
         return
     stack = "".join(traceback.format_exception(error))

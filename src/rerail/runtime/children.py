@@ -63,6 +63,14 @@ def child_spec(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> ChildS
     return ChildSpec(command=(sys.executable, "-c", BOOTSTRAP), env=env)
 
 
+def virtual_device(local_rank: int) -> dict[str, str]:
+    """--virtual-local-rank: each rank sees its own device alone, as number 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible is not None else []
+    device = devices[local_rank].strip() if local_rank < len(devices) else str(local_rank)
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
 class Child:
     """One process. Its callbacks fall silent once it is `disowned`: what an old generation says no longer counts."""
 

@@ -25,13 +25,17 @@ MAGIC = 0x7265_7261_696C_0001
 HEADER = 4096
 SLOT = 4 << 20
 """Bytes for one small state. The page is sparse: what is not written takes no memory."""
-SIZE = HEADER + 2 * SLOT
+HEARD = 4 << 20
+"""Bytes for what the rank heard from its peers while it was built, to be heard again by a successor."""
+SIZE = HEADER + 2 * SLOT + HEARD
 HISTORY = 64
 """Step durations kept for the learnt threshold and for reports."""
 
 _OFF_MAGIC, _OFF_BEAT, _OFF_STEP, _OFF_PHASE, _OFF_SINCE = 0, 8, 16, 24, 32
-_OFF_GENERATION, _OFF_COMM, _OFF_PENDING, _OFF_STEPS_SEEN = 40, 48, 56, 64
+_OFF_GENERATION, _OFF_COMM, _OFF_PENDING, _OFF_STEPS_SEEN, _OFF_OWNER = 40, 48, 56, 64, 72
 _OFF_HISTORY = 128
+_HEARD_AT = HEADER + 2 * SLOT
+_U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _SLOT_HEAD = struct.Struct("<qQII")  # version, length, crc of body, crc of the three before
@@ -82,12 +86,23 @@ class StepClock:
             os.ftruncate(fd, SIZE)
         self._map = mmap.mmap(fd, SIZE)
         self._next_slot = -1
+        self._heard_end = 0
         if _U64.unpack_from(self._map, _OFF_MAGIC)[0] != MAGIC:
             _I64.pack_into(self._map, _OFF_STEP, -1)
+            _I64.pack_into(self._map, _OFF_OWNER, -1)
             _U64.pack_into(self._map, _OFF_MAGIC, MAGIC)
 
     def close(self) -> None:
         self._map.close()
+
+    @property
+    def owner(self) -> int:
+        """The rank whose state lies here, or -1."""
+        return int(_I64.unpack_from(self._map, _OFF_OWNER)[0])
+
+    @owner.setter
+    def owner(self, rank: int) -> None:
+        _I64.pack_into(self._map, _OFF_OWNER, rank)
 
     # --- the rank's side: no system calls, no allocation worth naming ---
 
@@ -143,7 +158,34 @@ class StepClock:
         crc = zlib.crc32(body)
         _SLOT_HEAD.pack_into(self._map, at, version, len(body), crc, _head_crc(version, len(body), crc))
 
+    def forget_heard(self) -> None:
+        """A process that builds among living peers begins the log anew."""
+        self._heard_end = 0
+        _U32.pack_into(self._map, _HEARD_AT, 0)
+
+    def hear(self, record: bytes) -> bool:
+        """Append one record to the log. False when it is full."""
+        at = _HEARD_AT + self._heard_end
+        if self._heard_end + len(record) + 2 * _U32.size > HEARD:
+            return False
+        self._map[at + _U32.size : at + _U32.size + len(record)] = record
+        _U32.pack_into(self._map, at + _U32.size + len(record), 0)
+        _U32.pack_into(self._map, at, len(record))
+        self._heard_end += _U32.size + len(record)
+        return True
+
     # --- the reader's side: the agent, or a successor ---
+
+    def read_heard(self) -> list[bytes]:
+        """All records of the log, oldest first."""
+        found, at = [], _HEARD_AT
+        while at + _U32.size <= SIZE:
+            (length,) = _U32.unpack_from(self._map, at)
+            if not length or at + _U32.size + length > SIZE:
+                break
+            found.append(bytes(self._map[at + _U32.size : at + _U32.size + length]))
+            at += _U32.size + length
+        return found
 
     def read_small(self) -> dict[int, bytes]:
         """The sealed small states, by version. A torn slot is left out."""

@@ -123,6 +123,8 @@ class Controller:
             self.takeover = None
         if not self.fleet.ranks and self.takeover is None and self.admission.complete(now):
             self._start_job(now, wall)
+        if not self.fleet.ranks and (notice := self.admission.notice(now)):
+            self._tell(notice)
         if self.execution.problem and self.incident is None:
             signal = self.intake.signal("form.failed", self.spec.local_addr, -1, wall, message=self.execution.problem)
             found.append(Sighting(signal))
@@ -231,12 +233,11 @@ class Controller:
         link.send(Welcome(node_rank=self.admission.node_rank(agent)))
         if greeting.replaced is not None:
             found = self.intake.agent_lost(greeting.replaced, "its agent was started anew", 0.0, wall)
-        elif greeting.returned:
+        elif greeting.returned and self.takeover is not None:
             for status in hello.ranks:
-                if self.takeover is not None:
-                    self.takeover.adopt(status)
-                elif status.parked is not None:
-                    self.intake.catch_up(status.rank, status.parked, wall)
+                self.takeover.adopt(status)
+        elif greeting.returned:
+            self.execution.resend(agent, hello.ranks, now)
         return found
 
     def _incident(self, event: Event | None) -> Incident:

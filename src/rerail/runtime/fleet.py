@@ -100,6 +100,15 @@ class Rank:
         return self.trained or self.newcomer
 
 
+@dataclass(frozen=True)
+class Waits:
+    """All ranks of a node wait in a collective."""
+
+    generation: int
+    collectives: dict[int, int]
+    """Begun so far in this generation, by rank."""
+
+
 @dataclass
 class Agent:
     """One node. Its connection may come and go; a new incarnation means that its processes are new, too."""
@@ -116,6 +125,8 @@ class Agent:
     arrival: int = 0
     ready: int = 0
     warming: int = 0
+    waits: Waits | None = None
+    """Set by the node's own word, until one of its ranks moves again."""
 
     @property
     def connected(self) -> bool:

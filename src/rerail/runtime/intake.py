@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from rerail.config import Settings
+from rerail.diagnose.stall import behind, counts_of
 from rerail.flow import Signal, new_id
-from rerail.runtime.fleet import Agent, Fleet, Rank, RankState
+from rerail.runtime.fleet import Agent, Fleet, Rank, RankState, Waits
 from rerail.runtime.wire import (
     Beat,
     CommFailed,
@@ -64,14 +65,12 @@ class Intake:
                 agent.ready, agent.warming = ready, warming
             case Beat(versions=versions):
                 for number, version in versions.items():
+                    if number in self._fleet.ranks and version > self._fleet.ranks[number].version:
+                        agent.waits = None
                     self._fleet.saw_version(number, version)
             case _:
                 pass
         return []
-
-    def catch_up(self, number: int, parked: Parked, wall: float) -> None:
-        """An agent is back and tells again what may have been lost with its connection."""
-        self._from_rank(number, parked, wall)
 
     def lost_agents(self, now: float, wall: float) -> list[Sighting]:
         """Nodes whose time to come back, or to say anything, is over."""
@@ -126,6 +125,8 @@ class Intake:
 
     def _observed(self, agent: Agent, signal: Signal, age: float) -> list[Sighting]:
         signal = msgspec.structs.replace(signal, job=self._job, node=agent.node)
+        if signal.source == "collective.stalled":
+            return self._stalled(agent, signal, age)
         rank = self._fleet.ranks.get(signal.rank)
         if rank is None:
             return [Sighting(signal, age)] if signal.rank < 0 else []
@@ -137,6 +138,23 @@ class Intake:
             signal = msgspec.structs.replace(signal, step=rank.version)
         return [Sighting(signal, age)]
 
+    def _stalled(self, agent: Agent, signal: Signal, age: float) -> list[Sighting]:
+        """All ranks of this node wait in a collective. A fault only when all nodes say so: otherwise they wait for one
+        that is busy elsewhere (a checkpoint, an evaluation), and its own agent judges that one."""
+        generation = self._fleet.generation
+        if signal.generation < generation:
+            return []
+        agent.waits = Waits(generation=generation, collectives=counts_of(str(signal.payload.get("collectives", ""))))
+        waits = [self._fleet.agents[node].waits for node in self._fleet.placed()]
+        if any(one is None or one.generation < generation for one in waits):
+            return []
+        counts = {rank: count for one in waits if one is not None for rank, count in one.collectives.items()}
+        return [Sighting(msgspec.structs.replace(signal, rank=behind(counts)), age)]
+
+    def _is_awaited(self, parked: Parked) -> bool:
+        """Not of an older generation, nor of one that has its plan already: then it is heard for the second time."""
+        return parked.generation >= self._fleet.generation and parked.generation > self._fleet.formed_generation
+
     def _from_rank(self, number: int, message: FromRank, wall: float) -> list[Sighting]:
         rank = self._fleet.ranks.get(number)
         if rank is None or rank.state is RankState.LOST:
@@ -145,7 +163,7 @@ class Intake:
             case Joined() if message.generation >= rank.assigned:
                 rank.joined, rank.replaceable = True, message.replaceable
                 rank.move(RankState.BUILDING)
-            case Parked() if message.generation >= self._fleet.generation:
+            case Parked() if self._is_awaited(message):
                 if rank.move(RankState.PARKED):
                     rank.parked = message
                     rank.joined = rank.replaceable = True

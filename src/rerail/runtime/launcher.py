@@ -23,7 +23,7 @@ import msgspec
 
 from rerail.config import EXIT_FAILED, JobSpec, Settings
 from rerail.errors import UsageError
-from rerail.runtime import processes
+from rerail.runtime import memory, processes
 from rerail.runtime.processes import say
 
 AGENT, CONTROLLER = "agent", "controller"
@@ -42,9 +42,9 @@ HARD_END_S = 10.0
 class _Helper:
     """The agent or the controller: a module that is started, and started again."""
 
-    def __init__(self, name: str, env: dict[str, str]) -> None:
+    def __init__(self, name: str, env: dict[str, str], fds: tuple[int, ...] = ()) -> None:
         self.name = name
-        self._env = env
+        self._env, self._fds = env, fds
         self._started: deque[float] = deque(maxlen=RESTARTS + 1)
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
@@ -55,6 +55,7 @@ class _Helper:
             [sys.executable, "-m", MODULES[self.name]],
             env=self._env,
             stdin=subprocess.DEVNULL,
+            pass_fds=self._fds,
             start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
             preexec_fn=processes.tie_to_parent(signal.SIGTERM),
         )
@@ -96,7 +97,10 @@ class Launcher:
     def __init__(self, spec: JobSpec, settings: Settings) -> None:
         self.spec = spec
         env = environment(spec, settings)
-        self.agent = _Helper(AGENT, env)
+        # Kept open here: what the ranks have in memory outlives their agent.
+        self._memory = memory.make(spec.slots)
+        told = {**env, memory.VARIABLE: memory.describe(self._memory)}
+        self.agent = _Helper(AGENT, told, tuple(fd for one in self._memory for fd in one))
         self.controller = _Helper(CONTROLLER, env)
         self._signals: list[int] = []
         self._asked_at: float | None = None
@@ -250,7 +254,7 @@ def environment(spec: JobSpec, settings: Settings) -> dict[str, str]:
     env["RERAIL_SPEC"] = msgspec.json.encode(spec).decode()
     env["RERAIL_SETTINGS"] = msgspec.json.encode(settings).decode()
     env["RERAIL_LAUNCHER"] = str(os.getpid())
-    env["RERAIL_NODE"] = node_name(spec)
+    env.setdefault("RERAIL_NODE", node_name(spec))
     return env
 
 

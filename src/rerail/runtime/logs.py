@@ -31,7 +31,7 @@ KEPT_UNASSIGNED = 64 << 10
 CONSOLE_BACKLOG = 8 << 20
 """Bytes that may wait for a slow console before lines are left out there (never in the files)."""
 TAIL_LINES = 20
-PARTIAL_LINE_S = 0.3
+PARTIAL_LINE_S = 0.5
 """Seconds after which an unfinished line is shown: progress dots and prompts end without a newline."""
 
 Sink = Callable[[bytes], None]

@@ -1,24 +1,26 @@
 """One local rank's place on the node: its step clock, its arena and whichever process fills it at the moment.
 
-The memory belongs to the slot, so it outlives the process and is handed to the successor. Called by `runtime.agent`
-and `runtime.watch`.
+The memory belongs to the slot (and behind it to the launcher, see `runtime.memory`), so it outlives the process and is
+handed to the successor. Called by `runtime.agent` and `runtime.watch`.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rerail.runtime.children import Child
-from rerail.runtime.clock import StepClock, make_page
+from rerail.runtime.clock import StepClock
+from rerail.runtime.memory import SlotMemory, make, wipe
 from rerail.runtime.wire import Assign, Finished, Formed, FromRank, Joined, Message, Parked, Raised, RankStatus, Resumed
 
 
 class Slot:
     """What the agent knows of one of its ranks."""
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, local_rank: int, memory: SlotMemory | None = None) -> None:
         self.local_rank = local_rank
+        self.memory = memory or make(1)[0]
+        self.clock = StepClock(self.memory.clock)
         self.rank = -1
         self.generation = 0
         self.child: Child | None = None
@@ -31,16 +33,19 @@ class Slot:
         self.state = "starting"
         """While its process lives: one of `runtime.fleet.RankState`."""
         self.newcomer = False
+        self.said: list[Message] = []
+        """What its process has said since the last order; said again when the connection was lost meanwhile."""
         self.unsettled: Message | None = None
         """News of its end that no order has answered yet; said again to a new controller."""
-        self._make_memory()
 
     def fill(self, child: Child, assignment: Assign, error_file: Path) -> None:
         """`child` is this rank from now on."""
-        if self.rank not in (-1, assignment.rank):
+        if self.clock.owner not in (-1, assignment.rank):
             # Another rank's state must not pass for this one's.
-            self._free_memory()
-            self._make_memory()
+            self.clock.close()
+            wipe(self.memory)
+            self.clock = StepClock(self.memory.clock)
+        self.clock.owner = assignment.rank
         self.rank, self.generation = assignment.rank, assignment.generation
         self.child, self.error_file = child, error_file
         self.joined = self.replaceable = self.formed = self.resumed = False
@@ -48,12 +53,8 @@ class Slot:
         self.newcomer = assignment.newcomer
         self.parked = None
         self.unsettled = None
+        self.said = []
         self.clock.reset(assignment.generation)
-
-    @property
-    def fds(self) -> tuple[int, int]:
-        """Step clock and arena, as they travel with an Assign."""
-        return self.clock_fd, self.arena_fd
 
     @property
     def running(self) -> bool:
@@ -69,6 +70,7 @@ class Slot:
         self.formed = False
         self.parked = None
         self.unsettled = None
+        self.said = []
         self.state = "interrupted"
 
     def forming(self) -> None:
@@ -82,9 +84,8 @@ class Slot:
                 self.joined, self.replaceable, self.state = True, message.replaceable, "building"
             case Parked():
                 self.parked, self.state = message, "parked"
-            case Formed():
-                self.parked, self.state = None, "running"
-                self.formed = message.generation >= self.generation
+            case Formed() if message.generation >= self.generation:
+                self.parked, self.state, self.formed = None, "running", True
             case Resumed():
                 self.resumed = True
             case Raised():
@@ -114,13 +115,3 @@ class Slot:
         if not self.running:
             return "exited" if self.child is not None and self.child.exit_status == 0 else "lost"
         return self.state
-
-    def _make_memory(self) -> None:
-        self.clock_fd = make_page()
-        self.arena_fd = os.memfd_create("rerail-arena", os.MFD_CLOEXEC)
-        self.clock = StepClock(self.clock_fd)
-
-    def _free_memory(self) -> None:
-        self.clock.close()
-        os.close(self.clock_fd)
-        os.close(self.arena_fd)

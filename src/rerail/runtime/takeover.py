@@ -132,8 +132,9 @@ class Takeover:
         found = []
         for rank in self._controller.fleet.ranks.values():
             status = self._statuses.get(rank.rank)
-            connected = self._controller.fleet.agents[rank.node].connected
-            if connected and (status is None or status.state == RankState.LOST) and rank.move(RankState.LOST):
+            if rank.state is RankState.LOST or not self._controller.fleet.agents[rank.node].connected:
+                continue  # its agent has told of it already, or is lost itself
+            if (status is None or status.state == RankState.LOST) and rank.move(RankState.LOST):
                 signal = self._controller.intake.signal(
                     "process.exit",
                     rank.node,

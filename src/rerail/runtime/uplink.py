@@ -27,6 +27,8 @@ RETRY_S = 0.2
 START_POLL_S = 0.02
 FIRST_CONTACT_S = 600.0
 """How long to wait for the controller at the start: nodes of a job may be started minutes apart."""
+PATIENCE_S = 5.0
+"""After this long without a first contact the user is told what is waited for."""
 AWAY_S = 300.0
 """How long a controller that was there may be away before the agent gives the job up."""
 MAX_BACKLOG = 10_000
@@ -65,13 +67,16 @@ class Uplink:
 
     async def run(self) -> None:
         """Connect, talk, and connect again; never returns by itself."""
-        known = False
+        known = told = False
         since = time.monotonic()
         while True:
             address = self._address()
             if address is not None and await self._talk(*address):
                 known, since = True, time.monotonic()
             allowed = AWAY_S if known else FIRST_CONTACT_S
+            if address is not None and not known and not told and time.monotonic() - since > PATIENCE_S:
+                told = True
+                say(f"waiting for the controller at {address[0]}:{address[1]}; is the node that hosts it up?")
             if time.monotonic() - since > allowed:
                 where = f"{address[0]}:{address[1]}" if address else self._spec.run_dir
                 self._give_up(f"no controller at {where} for {allowed:.0f} s; is the node that hosts it up?")

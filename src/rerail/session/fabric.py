@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,11 @@ import msgspec
 from rerail.errors import FencedError, StepInterrupted
 from rerail.session import sockets
 from rerail.session.c10d import PrefixStore, Store
+from rerail.session.heard import Hearing
 from rerail.session.store import ReplaceableStore, dial, serve
 
 if TYPE_CHECKING:
     from rerail.session.groups import ReplaceableGroup
-
-FORM_TIMEOUT = timedelta(seconds=60)
-"""How long a rank waits for its peers while a generation is formed; a peer that dies meanwhile brings an interrupt."""
 
 
 class Mode(Enum):
@@ -187,3 +184,5 @@ class Fabric:
 
 
 fabric = Fabric()
+hearing = Hearing()
+"""What this rank hears while it is built."""

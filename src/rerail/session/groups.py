@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from rerail.session import sockets, solo
-from rerail.session.c10d import PrefixStore, Store, gloo_options
-from rerail.session.fabric import FORM_TIMEOUT, Mode, fabric
+from rerail.session.c10d import PrefixStore, Store, finished_work, gloo_options
+from rerail.session.fabric import Mode, fabric, hearing
 
 BACKEND = "rerail"
 _Type = ProcessGroup.BackendType
@@ -38,6 +38,7 @@ class RelayedWork(dist.Work):
         self._inner = inner
         self._outputs = outputs
         """What an allreduce works on, where its future may carry an error; None where it cannot."""
+        self.on_success: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
@@ -45,6 +46,9 @@ class RelayedWork(dist.Work):
         except RuntimeError as error:
             fabric.failed(error)
             fabric.alone_or_raise()
+        else:
+            if self.on_success is not None:
+                self.on_success()
         return True
 
     def is_completed(self) -> bool:
@@ -113,11 +117,10 @@ class ReplaceableGroup(ProcessGroup):
         """A gloo backend whose connections we know, so that we can cut them and no others."""
         before = sockets.open_sockets()
         options = gloo_options()
-        options._timeout = FORM_TIMEOUT
+        options._timeout = self._timeout
         options._devices = [_gloo_device()]
         options._threads = 2
         backend = dist.ProcessGroupGloo(store, self.own_rank, self.own_size, options)
-        backend._set_default_timeout(self._timeout)
         if self.own_size > 1:
             opened = sockets.open_sockets() - before
             ports = sockets.listening_ports(opened)
@@ -163,9 +166,17 @@ class ReplaceableGroup(ProcessGroup):
             else:
                 fabric.begin(work)
                 settles = name == "allreduce" and self._nccl is None
-                return RelayedWork(work, _listed(args[0]) if settles else None)
+                relayed = RelayedWork(work, _listed(args[0]) if settles else None)
+                if hearing.active:
+                    number = hearing.number(self.key, name)
+                    outputs = solo.outputs_of(name, args)
+                    relayed.on_success = lambda: hearing.write(self.key, name, number, outputs)
+                return relayed
         fabric.alone_or_raise()
-        return solo.work(name, args, kwargs, rank=self.own_rank, size=self.own_size)
+        outputs = solo.carry_out(name, args, kwargs, rank=self.own_rank, size=self.own_size)
+        if hearing.active:
+            hearing.play(self.key, name, hearing.number(self.key, name), solo.outputs_of(name, args))
+        return finished_work(outputs)
 
     # --- what torch asks of a group ---
 

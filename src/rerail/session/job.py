@@ -27,9 +27,9 @@ from rerail.session import rng
 from rerail.session.attempt import Attempt
 from rerail.session.buffers import BufferGuard
 from rerail.session.cursor import Cursor
-from rerail.session.fabric import fabric
+from rerail.session.fabric import fabric, hearing
 from rerail.session.link import AgentLink
-from rerail.session.rejoin import Rejoiner, can_retry
+from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
 from rerail.session.small import Small, encode
 from rerail.session.snapshotting import Snapshotter
 from rerail.session.tracked import Tracked
@@ -119,6 +119,8 @@ class Job:
                     return
                 continue
             self._attempts += 1
+            if self._attempts > WARM_ATTEMPTS:
+                hearing.stop()
             yield self._batch
             self._enter(Phase.OUTSIDE)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
 from rerail.session import groups
 from rerail.session.c10d import HashStore, Store
-from rerail.session.fabric import fabric
+from rerail.session.fabric import fabric, hearing
 from rerail.session.job import Job, Place
 from rerail.session.link import AgentLink, connect
 
@@ -62,8 +62,13 @@ def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None)
     fabric.address = assignment.store_bind
     fabric.inner_backend = backend or _default_backend(device)
     groups.register()
-    if not assignment.newcomer:
+    if assignment.newcomer:
+        if link.clock is not None:
+            hearing.play_back(link.clock)
+    else:
         _form_first(link, assignment)
+        if link.clock is not None:
+            hearing.record(link.clock)
     dist.init_process_group(
         groups.BACKEND, store=fabric.store, rank=assignment.rank, world_size=assignment.world_size, timeout=timeout
     )

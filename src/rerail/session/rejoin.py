@@ -18,7 +18,7 @@ from rerail.runtime.clock import Phase
 from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Parked, Plan, Raised, Resumed
 from rerail.session import restore
 from rerail.session.c10d import Store
-from rerail.session.fabric import fabric
+from rerail.session.fabric import fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.small import Small, decode
 from rerail.session.tracked import Tracked
@@ -26,8 +26,8 @@ from rerail.session.tracked import Tracked
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
-DDP_WARM_ATTEMPTS = 2
-"""DDP rebuilds its buckets in its second forward pass, with a collective; from then on all ranks are alike."""
+WARM_ATTEMPTS = 2
+"""Steps after which nothing is set up any more: pipelines meet in the first, DDP rebuilds its buckets in the second."""
 
 
 class Rejoiner:
@@ -72,18 +72,19 @@ class Rejoiner:
         """Run the loop's body alone on the predecessor's batch, as often as it takes to be like the survivors."""
         job = self._job
         if not self._inherited:
+            hearing.stop()
             return
         restore.small(job, self._inherited[max(self._inherited)], fresh=True)
-        has_replicas = len(job._tracked.replicas(job.rank, job.world_size)) > 1
-        times = DDP_WARM_ATTEMPTS if job._tracked.has_ddp() else int(has_replicas)
         job.rehearsing = True
         fabric.interrupted = True  # so that optimizer.step() ends every attempt
-        if times and job._fetch(None):
-            for _ in range(times):
+        if job._fetch(None):
+            for _ in range(WARM_ATTEMPTS if job._tracked.has_ddp() else 1):
                 restore.replay(job)
                 job._attempts += 1
                 yield job._batch
         job.rehearsing = False
+        job._attempts = max(job._attempts, WARM_ATTEMPTS)
+        hearing.stop()
 
     # --- faults ---
 
@@ -173,14 +174,13 @@ class Rejoiner:
             smalls.add(job._version)  # between two steps: all of it is in memory
         if job._has_batch and job._ran_out == job._version:
             smalls.add(job._version + 1)
-        warm = not job._tracked.has_ddp() or job._attempts >= DDP_WARM_ATTEMPTS
         self._link.send(
             Parked(
                 rank=job.rank,
                 generation=wanted.generation,
                 version=job._version,
                 intact=self._intact,
-                in_training=self._training and warm,
+                in_training=self._training and job._attempts >= WARM_ATTEMPTS,
                 small_versions=tuple(sorted(smalls)),
                 snapshots=arena.versions() if arena else (),
                 replicas=job._tracked.replicas(job.rank, job.world_size),

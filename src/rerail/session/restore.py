@@ -13,7 +13,7 @@ import torch
 from rerail.errors import StateError
 from rerail.runtime.wire import Plan, Source
 from rerail.session import rng, transfer
-from rerail.session.fabric import fabric
+from rerail.session.fabric import fabric, hearing
 from rerail.session.small import Small, decode
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def from_arenas(job: Job) -> None:
         return
     if plan.sources[job.rank].kind == "snapshot":
         tensors(job, plan.version)
-    transfer.exchange(plan, job)
+    with hearing.paused():
+        transfer.exchange(plan, job)
     state = arena.read(plan.version)
     small(job, decode(state.small), fresh=True)
     if plan.sources[job.rank].kind == "snapshot":

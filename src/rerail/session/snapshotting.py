@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rerail.errors import StateError
-from rerail.session.fabric import Mode, fabric
+from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.small import Small, encode
 from rerail.session.snapshots import Arena
@@ -70,6 +70,7 @@ class Snapshotter:
         step_s = statistics.median(job._durations) if job._durations else 0.0
         wish = math.ceil(self._took_s / (self._share * step_s)) if step_s else UNTIL_AGREED
         agreed = torch.tensor([min(max(wish, 1), LONGEST)], dtype=torch.int64)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        with hearing.paused():
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
         if fabric.mode is Mode.LIVE:
             self.every = int(agreed.item())

@@ -12,15 +12,22 @@ from typing import Any
 
 import torch
 
-from rerail.session.c10d import finished_work
-
 Tensors = list[torch.Tensor]
 
 
-def work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int, size: int) -> Any:
-    """Carry out collective `name` alone; gives a completed Work whose future holds the outputs."""
-    outputs = _SOLO[name](list(args) + list(kwargs.values()), rank, size)
-    return finished_work(outputs)
+def carry_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int, size: int) -> Tensors:
+    """Carry out collective `name` alone; gives its outputs."""
+    return _SOLO[name](list(args) + list(kwargs.values()), rank, size)
+
+
+def outputs_of(name: str, args: tuple[Any, ...]) -> Tensors:
+    """The tensors that collective `name` writes to."""
+    if not args or name in ("barrier", "send"):
+        return []
+    first = args[0]
+    if isinstance(first, torch.Tensor):
+        return [first]
+    return [tensor for item in first for tensor in _listed(item)]
 
 
 def _listed(value: Any) -> Tensors:

@@ -1,0 +1,105 @@
+"""Processes that die, freeze, refuse to go or have children: training goes on or ends cleanly, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from edge_helpers import TRAIN, Run, running
+
+pytestmark = pytest.mark.timeout(150)
+TWO = ("--nproc-per-node", "2", TRAIN)
+
+
+def finish(run: Run, hold: Path) -> None:
+    """Let the ranks take their last step; all must be done, with the same weights."""
+    hold.touch()
+    assert run.ended() == 0, run.story()
+    digests = re.findall(r" done (\w+) world 2", run.out)
+    assert len(digests) == 2 and len(set(digests)) == 1, run.story()
+    run.leaves_nothing()
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    with running(tmp_path, *TWO, "--until", "100000") as run:
+        run.controller()
+        run.rank_pid(0)
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130, run.story()
+        assert "Traceback" not in run.err, run.story()
+        run.leaves_nothing()
+
+
+def test_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
+    arguments = ("--shutdown-timeout", "1", *TWO, "--until", "100000", "--deaf", "--delay", "600")
+    with running(tmp_path, *arguments) as run:
+        run.controller()
+        # all are past join(), and asleep inside their first step: neither Stop nor SIGTERM moves them
+        run.await_record("action", lambda action: action.verb == "form")
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130, run.story()
+        run.leaves_nothing()
+
+
+def test_kill_9_of_the_launcher(tmp_path: Path) -> None:
+    with running(tmp_path, *TWO, "--until", "100000", "--parent") as run:
+        run.controller()
+        run.rank_pid(1)
+        run.signal(signal.SIGKILL)
+        assert run.ended() == -signal.SIGKILL
+        run.leaves_nothing()
+
+
+def test_kill_9_of_the_agent(tmp_path: Path) -> None:
+    hold = tmp_path / "go"
+    with running(tmp_path, *TWO, "--until", "20", "--hold", str(hold)) as run:
+        run.controller()
+        first = run.rank_pid(0, step=18)
+        os.kill(run.pid_of("agent"), signal.SIGKILL)
+        run.line(r"rerail: the agent was killed \(SIGKILL\); starting a new one")
+        (report,) = run.reports(1)
+        assert report.code == "node.lost" and report.ok and report.ranks == (0, 1), run.story()
+        assert first not in run.alive()
+        assert report.resumed_step > 0, f"memory outlives the agent\n{run.story()}"
+        finish(run, hold)
+
+
+def test_kill_9_of_the_controller_and_then_of_a_rank(tmp_path: Path) -> None:
+    hold = tmp_path / "go"
+    with running(tmp_path, *TWO, "--until", "20", "--hold", str(hold)) as run:
+        survivor, victim = run.rank_pid(0, step=18), run.rank_pid(1, step=18)
+        os.kill(int(run.controller()["pid"]), signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
+        run.line("rerail: the controller was killed")
+        reports = run.reports(1)
+        assert any(report.ranks == (1,) and report.ok and report.attempts == 1 for report in reports), run.story()
+        assert survivor in run.alive()
+        run.controller()
+        finish(run, hold)
+
+
+def test_a_rank_with_children_of_its_own(tmp_path: Path) -> None:
+    hold = tmp_path / "go"
+    with running(tmp_path, *TWO, "--until", "20", "--parent", "--hold", str(hold)) as run:
+        run.controller()
+        child = int(run.line(r"rank 1 has child (\d+)")[1])
+        os.kill(run.rank_pid(1, step=18), signal.SIGKILL)
+        (report,) = run.reports(1)
+        assert report.ranks == (1,) and report.ok, run.story()
+        run.await_end(child)
+        finish(run, hold)
+
+
+def test_a_frozen_rank_is_replaced_and_cannot_come_back(tmp_path: Path) -> None:
+    hold = tmp_path / "go"
+    with running(tmp_path, *TWO, "--until", "200", "--hold", str(hold)) as run:
+        run.controller()
+        zombie = run.rank_pid(1, step=9)
+        os.kill(zombie, signal.SIGSTOP)
+        (report,) = run.reports(1)
+        assert report.code == "process.stopped" and report.ranks == (1,) and report.ok, run.story()
+        run.await_end(zombie)
+        finish(run, hold)

@@ -1,0 +1,88 @@
+"""Two agents in one job, on one machine: one world, repairs where they are needed, and clear words while one is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from edge_helpers import TRAIN, Run, free_port, running
+
+pytestmark = pytest.mark.timeout(170)
+
+
+def node(
+    folder: Path, number: int, port: int, *arguments: str, ranks: int = 2
+) -> contextlib.AbstractContextManager[Run]:
+    flags = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(ranks), "--rdzv-id", "pair")
+    place = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--standbys", "1")
+    env = {"RERAIL_TOKEN": "the same on both", "RERAIL_NODE": f"node{number}"}
+    return running(folder / str(number), *flags, *place, TRAIN, *arguments, env=env)
+
+
+@contextlib.contextmanager
+def pair(folder: Path, until: int) -> Iterator[tuple[Run, Run, Path]]:
+    """Node 0 with the controller, node 1, and the file that lets them finish."""
+    port, hold = free_port(), folder / "go"
+    arguments = ("--until", str(until), "--hold", str(hold))
+    with node(folder, 0, port, *arguments) as first, node(folder, 1, port, *arguments) as second:
+        first.ports.add(port)
+        yield first, second, hold
+
+
+def finish(first: Run, second: Run, hold: Path) -> None:
+    hold.touch()
+    for run in (first, second):
+        assert run.ended() == 0, run.story()
+    digests = re.findall(r" done (\w+) world 4", first.out + second.out)
+    assert len(digests) == 4 and len(set(digests)) == 1, first.story() + second.story()
+    for run in (first, second):
+        run.leaves_nothing()
+
+
+def test_one_world_and_a_rank_is_replaced_on_its_node(tmp_path: Path) -> None:
+    with pair(tmp_path, until=30) as (first, second, hold):
+        survivors = [first.rank_pid(0), first.rank_pid(1), second.rank_pid(2)]
+        os.kill(second.rank_pid(3), signal.SIGKILL)
+        (report,) = first.reports(1)
+        assert report.ok and report.ranks == (3,) and report.node == "node1" and report.attempts == 1, first.story()
+        assert report.rung == "replace_rank"
+        assert set(survivors) <= {*first.alive(), *second.alive()}
+        finish(first, second, hold)
+
+
+def test_kill_9_of_an_agent_replaces_its_ranks_from_the_other_node(tmp_path: Path) -> None:
+    with pair(tmp_path, until=30) as (first, second, hold):
+        survivors = [first.rank_pid(0), first.rank_pid(1)]
+        lost = [second.rank_pid(2), second.rank_pid(3)]
+        os.kill(second.pid_of("agent"), signal.SIGKILL)
+        second.line("rerail: the agent was killed")
+        (report,) = first.reports(1)
+        assert report.code == "node.lost" and report.ok and report.ranks == (2, 3), first.story() + second.story()
+        assert report.rung == "replace_rank", first.story() + second.story()
+        alive = {*first.alive(), *second.alive()}
+        assert set(survivors) <= alive and not set(lost) & alive
+        finish(first, second, hold)
+
+
+def test_a_node_that_never_comes(tmp_path: Path) -> None:
+    with node(tmp_path, 0, free_port()) as run:
+        run.controller()
+        run.line(r"waiting for nodes: 1 of 2 here \(node0\)")
+        assert "--rdzv-endpoint 127.0.0.1:" in run.err
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130, run.story()
+        run.leaves_nothing()
+
+
+def test_a_controller_that_never_comes(tmp_path: Path) -> None:
+    port = free_port()
+    with node(tmp_path, 1, port) as run:
+        run.line(rf"waiting for the controller at 127.0.0.1:{port}")
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130, run.story()
+        run.leaves_nothing()

@@ -1,0 +1,172 @@
+"""The script under test: a small model in any of the parallel styles, with everything that makes a resume hard.
+
+    train.py STYLE STEPS [--sleep S] [--fault NAME@RANK@STEP] [--guard-every N]
+
+Dropout, BatchNorm, a scheduler, a shuffled loader; prints one JSON line per step and a digest of the weights at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import rerail
+
+WIDTH, BATCH = 32, 8
+
+
+def build(style: str, job: rerail.Job) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+    """The model and a function from a batch to its loss, backward included."""
+    norm: nn.Module = nn.BatchNorm1d(64) if style == "ddp" else nn.LayerNorm(64)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(WIDTH, 64), norm, nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, WIDTH)
+    )
+    if style == "ddp":
+        model = DistributedDataParallel(model)
+    elif style in ("fsdp", "hsdp"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if style == "hsdp" else None
+        for layer in (model[0], model[4], model[5]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif style == "tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"4": ColwiseParallel(), "5": RowwiseParallel()})
+    elif style == "pp":
+        return pipeline(model, job)
+
+    def backward(batch: torch.Tensor) -> torch.Tensor:
+        loss = ((model(batch) - batch) ** 2).mean()
+        loss.backward()
+        return loss
+
+    return model, backward
+
+
+def pipeline(model: nn.Module, job: rerail.Job) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+    """Two stages, run by two pairs of ranks, 0-1 and 2-3; the same stages of both average their gradients."""
+    assert isinstance(model, nn.Sequential)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage_index = job.rank % 2
+    part: nn.Module = nn.Sequential(*list(model)[:4]) if stage_index == 0 else nn.Sequential(*list(model)[4:])
+    lanes = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    part = DistributedDataParallel(part, process_group=lanes[stage_index])
+    stage = PipelineStage(part, stage_index, 2, torch.device("cpu"), group=pairs[job.rank // 2])
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - target) ** 2).mean()
+
+    schedule = ScheduleGPipe(stage, 2, loss_fn=loss_of)
+
+    def backward(batch: torch.Tensor) -> torch.Tensor:
+        if stage_index == 0:
+            schedule.step(batch)
+            return torch.zeros(())
+        losses: list[torch.Tensor] = []
+        schedule.step(target=batch, losses=losses)
+        return torch.stack(losses).mean()
+
+    return part, backward
+
+
+def digest(model: nn.Module) -> str:
+    """Of all parameters of this rank, whole ones where they are sharded."""
+    hashed = hashlib.sha256()
+    for parameter in model.parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]
+        hashed.update(whole.detach().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def say(**event: object) -> None:
+    """One line in one write: lines of several ranks never mix."""
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def once(mark: str) -> bool:
+    """True for the first process that asks for this mark in this run."""
+    try:
+        Path(os.environ["TEST_DIR"], mark).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
+    """`before`: raise ahead of the backward pass. `skew`: die behind it, while another rank dawdles."""
+    for name, victim, at in (one.split("@") for one in fault.split(",") if one):
+        if step != int(at):
+            continue
+        if name == "raise" and where == "before" and rank == int(victim) and once(f"raise{at}"):
+            raise ConnectionError("the object store went away")
+        if name == "always" and where == "before" and rank == int(victim):
+            raise ValueError("this batch is bad")
+        if name == "skew" and where == "after" and not Path(os.environ["TEST_DIR"], f"done{at}").exists():
+            if rank == int(victim):
+                time.sleep(0.3)
+                Path(os.environ["TEST_DIR"], f"done{at}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == (int(victim) + 1) % 4:
+                time.sleep(1.5)  # the others have updated; this rank is interrupted before it does
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("style")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--sleep", type=float, default=0.0)
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--guard-every", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    job = rerail.join()
+    torch.manual_seed(1)
+    model, backward = build(args.style, job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
+    # ranks of one tensor-parallel or pipeline group see the same data and draw the same dropout
+    lane = job.rank // 2 if args.style in ("tp", "pp") else job.rank
+    torch.manual_seed(100 + lane)
+    data = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(lane))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=BATCH, shuffle=True)
+    job.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+
+    def evaluate() -> float:
+        total = torch.tensor([float(sum(p.detach().sum() for p in model.parameters()))])
+        dist.all_reduce(total)
+        return float(total)
+
+    for (batch,) in job.steps(loader, until=args.steps):
+        with job.step():
+            maybe_fault(args.fault, job.rank, job.version, "before")
+            loss = backward(batch)
+            maybe_fault(args.fault, job.rank, job.version, "after")
+            time.sleep(args.sleep)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if job.version >= 0:
+            say(rank=job.rank, pid=os.getpid(), step=job.version, loss=float(loss.detach()))
+        if args.guard_every and job.version % args.guard_every == 0:
+            job.guard(evaluate)
+    say(rank=job.rank, digest=digest(model))
+
+
+if __name__ == "__main__":
+    main()
