@@ -134,3 +134,31 @@ def test_budget_counts_the_same_error_of_a_script_without_steps() -> None:
         assert budget.error_count == expected
     assert budget.note(diagnosis(ranks=(1,)), -1, aware=False).error_count == 4
     assert budget.spend_restart().restarts_used == 1
+
+
+NODE_LOST = diagnosis(lost=(2, 3), ranks=(2, 3), rule="node-lost")
+
+
+def test_a_lost_agent_has_its_ranks_replaced_once_its_node_is_back() -> None:
+    decision = decide(NODE_LOST, survivors=2, nodes_up=True)
+    assert (decision.rung, decision.rule, decision.ranks) == (Rung.REPLACE_RANK, "rank-lost", (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        ({"nodes_up": False}, "node of a lost rank is not connected"),
+        ({"survivors": 0, "in_training": False}, "no rank has survived"),
+        ({"tried": {Rung.REPLACE_RANK: "no replica holds it"}}, "no replica holds it"),
+    ],
+)
+def test_a_lost_agent_otherwise_restarts_all(now: dict[str, Any], why: str) -> None:
+    decision = decide(NODE_LOST, **{"survivors": 2, **now})
+    assert decision.rung is Rung.RESTART_ALL and why in decision.why
+
+
+def test_a_rank_that_is_behind_is_retried_and_then_replaced() -> None:
+    late = diagnosis(ranks=(3,), rule="fewest-collectives")
+    assert decide(late, budget=Budget(raised_count=1)).rung is Rung.RETRY_STEP
+    again = decide(late, budget=Budget(raised_count=2))
+    assert (again.rung, again.ranks) == (Rung.REPLACE_RANK, (3,))

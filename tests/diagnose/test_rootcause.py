@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rerail.diagnose.rootcause import Facts, diagnose
+from rerail.diagnose.stall import behind, counts_of
 from rerail.flow import Event, Role
 
 
@@ -56,3 +59,29 @@ def test_two_different_faults_are_both_broken() -> None:
     events = [event("process.stopped", 1, 2.0), event("script.raised", 2, 1.0)]
     found = diagnose(events, Facts(gone=frozenset({1})), at=3.0, waited=False)
     assert found is not None and found.root == "script.raised-2" and found.ranks == (1, 2) and found.lost == (1,)
+
+
+def test_a_stall_everywhere_names_the_rank_that_is_behind() -> None:
+    events = [event("collective.stalled", 3, 2.0, Role.SYMPTOM), *ECHO]
+    found = diagnose(events, Facts(), at=3.0, waited=True)
+    assert found is not None and found.rule == "fewest-collectives" and found.ranks == (3,) and found.lost == ()
+    assert "rank 3 is behind" in found.summary and found.confidence == "low"
+
+
+def test_a_death_beats_a_stall() -> None:
+    events = [event("collective.stalled", 3, 1.0, Role.SYMPTOM), event("process.killed", 1, 2.0)]
+    found = diagnose(events, Facts(gone=frozenset({1})), at=3.0, waited=True)
+    assert found is not None and found.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("counts", "rank"),
+    [({}, -1), ({0: 7, 1: 7}, -1), ({0: 7, 1: 7, 2: 6, 3: 7}, 2), ({0: 9, 1: 5, 2: 5}, 1)],
+)
+def test_the_rank_with_the_fewest_collectives_is_behind(counts: dict[int, int], rank: int) -> None:
+    assert behind(counts) == rank
+
+
+def test_counts_survive_their_way() -> None:
+    assert counts_of("0:118,1:120") == {0: 118, 1: 120}
+    assert counts_of("") == {} and counts_of("x,1:,2:5") == {2: 5}

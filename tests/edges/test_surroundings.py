@@ -83,7 +83,7 @@ def test_strangers_and_zombies_are_turned_away_and_training_goes_on(tmp_path: Pa
         run.rank_pid(1, step=9)
         door = run.controller()
         job = run.run_dirs()[0].name
-        own = dict(job=job, token=door["token"], node=os.uname().nodename, incarnation="an agent of long ago")
+        own = {"job": job, "token": door["token"], "node": os.uname().nodename, "incarnation": "of long ago"}
         for wrong, reason in (
             ({}, "takes part already"),
             ({"token": "guessed"}, "token is wrong"),

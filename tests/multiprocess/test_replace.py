@@ -6,8 +6,6 @@ import signal
 from collections.abc import Callable
 
 import pytest
-
-
 from harness import Run, Start
 
 Digests = Callable[..., dict[int, str]]

@@ -63,9 +63,8 @@ def pipeline(model: nn.Module, job: rerail.Job) -> tuple[nn.Module, Callable[[to
     assert isinstance(model, nn.Sequential)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     stage_index = job.rank % 2
-    part: nn.Module = nn.Sequential(*list(model)[:4]) if stage_index == 0 else nn.Sequential(*list(model)[4:])
+    part = nn.Sequential(*list(model)[:4]) if stage_index == 0 else nn.Sequential(*list(model)[4:])
     lanes = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    part = DistributedDataParallel(part, process_group=lanes[stage_index])
     stage = PipelineStage(part, stage_index, 2, torch.device("cpu"), group=pairs[job.rank // 2])
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -74,11 +73,13 @@ def pipeline(model: nn.Module, job: rerail.Job) -> tuple[nn.Module, Callable[[to
     schedule = ScheduleGPipe(stage, 2, loss_fn=loss_of)
 
     def backward(batch: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = [torch.zeros(())]
         if stage_index == 0:
             schedule.step(batch)
-            return torch.zeros(())
-        losses: list[torch.Tensor] = []
-        schedule.step(target=batch, losses=losses)
+        else:
+            schedule.step(target=batch, losses=losses)
+        for parameter in part.parameters():
+            dist.all_reduce(parameter.grad, group=lanes[stage_index])
         return torch.stack(losses).mean()
 
     return part, backward

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 
 from rerail.flow import Signal, new_id
@@ -49,6 +50,9 @@ class FakeAgent:
         self.holding: set[int] = set()
         """Ranks that do not park."""
         self.resuming = True
+        self.losing: set[type[Message]] = set()
+        """Kinds of orders whose first is lost with the connection."""
+        self.cut_off = asyncio.Event()
         self.version = 0
         self.untrained: set[int] = set()
         """Newcomers that have not got their state yet."""
@@ -143,6 +147,11 @@ class FakeAgent:
     async def _listen(self, socket: ClientConnection) -> None:
         async for data in socket:
             message = decode_to_agent(data if isinstance(data, bytes) else data.encode())
+            if type(message) in self.losing:
+                self.losing.discard(type(message))
+                await socket.close()
+                self.cut_off.set()
+                return
             await self._answer(message)
             async with self._news:
                 self.got.append(message)
@@ -166,6 +175,7 @@ class FakeAgent:
                 await self._join(order)
             case InterruptAll(interrupt=order, ranks=ranks):
                 for rank in ranks:
+                    self.ranks[rank] = msgspec.structs.replace(self.ranks[rank], generation=order.generation)
                     await self.park(rank, order.generation, order.store_rank)
             case FormAll(plan=plan):
                 self.untrained.clear()

@@ -25,8 +25,12 @@ from rerail.runtime.journal import FILE_NAME, Journal
 from rerail.runtime.wire import (
     Beat,
     CommFailed,
+    DismissAll,
+    Finished,
     FormAll,
     InterruptAll,
+    Message,
+    PickPort,
     Promote,
     RankExited,
     Rejected,
@@ -497,5 +501,107 @@ def test_every_report_can_be_walked_back_to_its_signal(tmp_path: Path) -> None:
             assert chain == ["Recovery", "Decision", "Diagnosis", "Event", "Signal"]
             decision = next(r for r in records.values() if isinstance(r, Decision))
             assert {c.rung for c in decision.candidates} == set(Rung)
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("order", [PickPort, Start, InterruptAll, Promote, FormAll])
+def test_an_order_that_is_lost_with_its_connection_is_given_again(tmp_path: Path, order: type[Message]) -> None:
+    async def scenario(folder: Path) -> None:
+        async with running(folder) as (job, port):
+            agent = FakeAgent(port, slots=3)
+            if order in (PickPort, Start):
+                agent.losing = {order}
+            await agent.dial()
+            if agent.losing:
+                await agent.cut_off.wait()
+                await agent.dial()
+            await agent.wait_for(FormAll)
+            if order not in (PickPort, Start):
+                agent.losing = {order}
+            await agent.kill(2)
+            if agent.losing:
+                await agent.cut_off.wait()
+                await agent.dial(ranks=agent.statuses())
+            (report,) = await job.reports(1)
+            assert report.ok and report.rung is Rung.REPLACE_RANK and report.attempts == 1 and report.ranks == (2,)
+            assert (await agent.wait_for(FormAll, count=2)).plan.generation == 1
+            await agent.hang_up()
+
+    play(scenario, tmp_path)
+
+
+def test_the_last_word_of_a_finished_job_is_given_again(tmp_path: Path) -> None:
+    async def scenario(folder: Path) -> None:
+        async with training(folder, slots=2) as (_, agent):
+            agent.losing = {DismissAll}
+            for rank in range(2):
+                await agent.say(rank, Finished(rank=rank, version=1))
+            await agent.cut_off.wait()
+            await agent.dial(ranks=agent.statuses())
+            await agent.wait_for(DismissAll)
+
+    play(scenario, tmp_path)
+
+
+def test_a_node_that_is_cut_off_when_another_loses_a_rank(tmp_path: Path) -> None:
+    async def scenario(folder: Path) -> None:
+        async with running(folder, min_nodes=2, max_nodes=2) as (job, port):
+            first, second = FakeAgent(port, node="a", slots=2), FakeAgent(port, node="b", slots=1)
+            first.world = second.world = 3
+            await first.dial(node_rank=0)
+            await second.dial(node_rank=1)
+            await asyncio.gather(first.wait_for(FormAll), second.wait_for(FormAll))
+            second.losing = {InterruptAll}
+            await first.kill(1)
+            await second.cut_off.wait()
+            await second.dial(ranks=second.statuses())
+            (report,) = await job.reports(1)
+            assert report.ok and report.ranks == (1,) and report.attempts == 1
+            await first.hang_up()
+            await second.hang_up()
+
+    play(scenario, tmp_path)
+
+
+def test_a_stall_counts_when_all_nodes_see_it_and_names_who_is_behind(tmp_path: Path) -> None:
+    async def scenario(folder: Path) -> None:
+        async with running(folder, min_nodes=2, max_nodes=2) as (job, port):
+            first, second = FakeAgent(port, node="a", slots=2), FakeAgent(port, node="b", slots=1)
+            first.world = second.world = 3
+            await first.dial(node_rank=0)
+            await second.dial(node_rank=1)
+            await asyncio.gather(first.wait_for(FormAll), second.wait_for(FormAll))
+            await first.observe("collective.stalled", -1, collectives="0:9,1:9")
+            await first.observe("collective.stalled", -1, collectives="0:9,1:9")
+            assert not job.records("signal"), "the other node is busy: its ranks are waited for"
+            await second.observe("collective.stalled", -1, collectives="2:7")
+            (report,) = await job.reports(1)
+            assert report.ok and report.ranks == (2,) and report.rung is Rung.RETRY_STEP
+            assert "rank 2 is behind" in report.summary and len(job.records("signal")) == 1
+            await first.hang_up()
+            await second.hang_up()
+
+    play(scenario, tmp_path)
+
+
+def test_echoes_wait_for_a_node_that_may_be_their_cause(tmp_path: Path) -> None:
+    async def scenario(folder: Path) -> None:
+        settings = {"agent_back_s": 1.0, "echo_window_s": 0.05}
+        async with running(folder, settings, min_nodes=2, max_nodes=2) as (job, port):
+            first, second = FakeAgent(port, node="a", slots=2), FakeAgent(port, node="b", slots=1)
+            first.world = second.world = 3
+            await first.dial(node_rank=0)
+            await second.dial(node_rank=1)
+            await asyncio.gather(first.wait_for(FormAll), second.wait_for(FormAll))
+            await second.hang_up()
+            await first.say(0, CommFailed(rank=0, generation=0, version=1, text="Connection closed by peer"))
+            second = FakeAgent(port, node="b", slots=1)
+            second.world, second.version = 3, 1
+            await second.dial(node_rank=1)
+            await job.reports(1)
+            (diagnosis,) = job.records("diagnosis")
+            assert diagnosis.code == "node.lost" and diagnosis.ranks == (2,)
+            await first.hang_up()
 
     play(scenario, tmp_path)

@@ -4,7 +4,7 @@ Called by `recover.execute` once every rank of a generation is parked. A choice 
 rank; otherwise the reason is returned and the ladder's next rung is taken.
 
     1. the newest version that every rank holds intact, or can take from an intact replica while it restores its own RNG,
-       cursor and schedule of that version (or of the one before, from which it advances)
+       cursor and schedule of that version
     2. else the newest snapshot that every rank, or a replica of it, has sealed: all go back to it
     3. else, where nobody has trained yet and nobody was replaced: as constructed
 """
@@ -34,6 +34,8 @@ class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> Choice | Infeasible:
     """The best exact way to resume from what these ranks hold."""
+    if newcomers and any(p.in_guard for p in parked.values()):
+        return Infeasible(reason="the fault hit inside job.guard(), where a newcomer cannot join")
     held = sorted({p.version for p in parked.values() if _intact(p)}, reverse=True)
     newest_snapshot = _from_snapshots(parked)
     for version in held:
@@ -65,8 +67,7 @@ def _from_memory(parked: Mapping[int, Parked], version: int) -> Choice | None:
     serving: Counter[int] = Counter()
     for rank in sorted(set(parked) - holders):
         givers = [other for other in _replicas(parked, rank) if other in holders]
-        small = parked[rank].small_versions
-        if not givers or not (version in small or version - 1 in small):
+        if not givers or version not in parked[rank].small_versions:
             return None
         # the giver with the fewest takers, so that two newcomers load at the same time
         giver = min(givers, key=lambda other: (serving[other], other))

@@ -9,6 +9,7 @@ Started by `runtime.children` as `python -c "from rerail.runtime.bootstrap impor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -16,6 +17,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -182,8 +184,16 @@ def _write_error_file(error: BaseException) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as the interpreter would, running the script's own atexit handlers."""
-    sys.exit(code)
+    """End as the interpreter would, exit handlers included, but leave torch's threads and sockets to the kernel.
+
+    Taking groups and stores apart in whatever order the interpreter drops them can end in abort(), after all was done.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the script's own threads, as at any exit
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def assign_environment(assignment: Assign) -> None:

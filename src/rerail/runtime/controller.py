@@ -152,7 +152,7 @@ class Controller:
     def _diagnose(self) -> Diagnosis | None:
         """The root cause, when there is something to act on that is not being acted on already."""
         incident, now = self.incident, time.monotonic()
-        if incident is None:
+        if incident is None or self.takeover is not None:
             return None
         if self.execution.problem and self.execution.rung is not None:
             incident.tried[self.execution.rung] = self.execution.problem
@@ -164,7 +164,8 @@ class Controller:
             incident.fold()
             return None
         gone = frozenset(rank.rank for rank in self.fleet.in_state(RankState.LOST))
-        found = diagnose(incident.fresh, Facts(gone=gone), at=time.time(), waited=now >= incident.echo_deadline)
+        waited = now >= incident.echo_deadline and not self.fleet.away
+        found = diagnose(incident.fresh, Facts(gone=gone), at=time.time(), waited=waited)
         if found is not None:
             self._records.append((incident.number, found))
         return found
@@ -234,8 +235,7 @@ class Controller:
         if greeting.replaced is not None:
             found = self.intake.agent_lost(greeting.replaced, "its agent was started anew", 0.0, wall)
         elif greeting.returned and self.takeover is not None:
-            for status in hello.ranks:
-                self.takeover.adopt(status)
+            self.takeover.greeted(hello.ranks, now)
         elif greeting.returned:
             self.execution.resend(agent, hello.ranks, now)
         return found
@@ -275,7 +275,8 @@ class Controller:
             settled=time.monotonic() - self._started > SETTLED_S,
             programming=fault is not None and fault.kind == "programming",
             survivors=len(survivors),
-            nodes_up=all(fleet.agents[node].connected for node in lost_nodes),
+            # one that may still come back will be told again
+            nodes_up=all(fleet.agents[node].connected or fleet.agents[node].gone_since for node in lost_nodes),
             exited=len(fleet.in_state(RankState.EXITED)),
             tried=incident.tried,
             budget=self.budget,
@@ -383,7 +384,7 @@ class Controller:
             times.append(self.admission.next_deadline())
         if self.takeover is not None:
             times.append(self.takeover.deadline())
-        if self.incident is not None and self.incident.fresh:
+        elif self.incident is not None and self.incident.fresh and not self.fleet.away:
             times.append(self.incident.echo_deadline)
         return min((time for time in times if time is not None), default=None)
 

@@ -180,6 +180,11 @@ class Fleet:
         return [rank for rank in self.ranks.values() if rank.state is not RankState.EXITED]
 
     @property
+    def away(self) -> bool:
+        """A node's connection has broken and it may still come back: what its ranks do is unknown."""
+        return any(agent.gone_since is not None for agent in self.agents.values())
+
+    @property
     def aware(self) -> bool:
         """Every rank has joined and can be rebuilt under the others. A newcomer on its way counts as one that can."""
         return bool(self.ranks) and all(r.newcomer or (r.joined and r.replaceable) for r in self.ranks.values())

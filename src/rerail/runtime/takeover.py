@@ -7,6 +7,7 @@ next generation: generations fence off whatever of its orders are still under wa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +60,7 @@ class Takeover:
     def __init__(self, controller: Desk, state: dict[str, Any], now: float) -> None:
         self._controller = controller
         self._down_s = _down_for(state.get("alive"), now)
+        self._last_greeting = now
         self._statuses: dict[int, RankStatus] = {}
         fleet = controller.fleet
         fleet.generation = int(state["generation"])
@@ -91,23 +93,20 @@ class Takeover:
                 controller.costs.setdefault(report.rung, []).append(report.cost)
         return cls(controller, state, now)
 
-    def adopt(self, status: RankStatus) -> None:
-        """An agent's word for one of its ranks."""
-        self._statuses[status.rank] = status
-        self._controller.fleet.adopt(status)
+    def greeted(self, told: Iterable[RankStatus], now: float) -> None:
+        """An agent is back; its word for its ranks counts."""
+        self._last_greeting = now
+        for status in told:
+            self._statuses[status.rank] = status
+            self._controller.fleet.adopt(status)
 
     def settled(self, now: float) -> bool:
         """Every agent is back or given up, and what they had to say has been heard."""
-        agents = [self._controller.fleet.agents[node] for node in self._controller.fleet.placed()]
-        if any(agent.gone_since is not None for agent in agents):
-            return False
-        return now >= max((agent.heard for agent in agents if agent.connected), default=0.0) + QUIET_S or bool(
-            self._controller.incident
-        )
+        return not self._controller.fleet.away and now >= self._last_greeting + QUIET_S
 
     def deadline(self) -> float | None:
-        agents = [agent for agent in self._controller.fleet.agents.values() if agent.connected]
-        return max((agent.heard for agent in agents), default=0.0) + QUIET_S if agents else None
+        """When it may be settled; None while an agent is awaited, whose own deadline counts then."""
+        return None if self._controller.fleet.away else self._last_greeting + QUIET_S
 
     def finish(self, now: float, wall: float) -> list[Sighting]:
         """What is to be done now, as signals; none when all is well."""

@@ -11,9 +11,10 @@ wires of a new generation under the same group objects. Called by `session.group
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,8 @@ class Fabric:
         self.on_failure: Callable[[str], None] = lambda text: None
         self.on_collective: Callable[[int], None] = lambda count: None
         self.collectives = 0
+        self.cuts = 0
+        """Interrupts since the generation was formed."""
         self._before_forming: set[tuple[int, int]] | None = None
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
@@ -116,6 +119,7 @@ class Fabric:
         """Void the attempt and free everyone who waits. Any thread."""
         with self._lock:
             self.interrupted = True
+            self.cuts += 1
             self._leave_peers()
             groups, before, store = list(self.groups), self._before_forming, self._store_connections
         for group in groups:
@@ -131,6 +135,20 @@ class Fabric:
             self.shielded = on
             if self.mode is not Mode.LIVE:
                 self._leave_peers()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Void attempts on purpose, while the peers stay connected; they must do the same."""
+        self.mode, self.interrupted, self.rehearsing = Mode.SOLO, True, True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.rehearsing = False
+                if self.cuts == 0:
+                    self.mode, self.interrupted = Mode.LIVE, False
+                else:
+                    self._leave_peers()
 
     def serve(self) -> tuple[Store, int]:
         """Open the store of the generation about to be formed, for all ranks; the store and its port."""
@@ -165,6 +183,7 @@ class Fabric:
                 group.disconnect()
         with self._lock:
             self.interrupted = self.rehearsing = False
+            self.cuts = 0
             self._newest = None
             self.mode = Mode.LIVE
 

@@ -71,7 +71,7 @@ class RelayedWork(dist.Work):
         future = self._inner.get_future()
         return future if self._outputs is None else future.then(self._settle)
 
-    getFuture = get_future  # noqa: N815 - the name torch's C++ side asks for
+    getFuture = get_future
 
     def _settle(self, future: Any) -> Any:
         try:
@@ -180,19 +180,19 @@ class ReplaceableGroup(ProcessGroup):
 
     # --- what torch asks of a group ---
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's names
+    def getBackendName(self) -> str:
         return BACKEND
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+    def setGroupDesc(self, desc: str) -> None:
         self._desc = desc
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._desc
 
 

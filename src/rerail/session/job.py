@@ -71,6 +71,8 @@ class Job:
         self._random_after = self._random_end = rng.capture()
         self._ran_out = -1
         """The version whose step was last run to its end without peers; `_random_end` belongs to it."""
+        self._broke_off = -1
+        """The version whose step was last voided."""
         self._started = 0.0
         self._durations: list[float] = []
         self._announce = -1
@@ -113,6 +115,7 @@ class Job:
         while True:
             self.rehearsing = False
             if fabric.interrupted and self._rejoin is not None:
+                yield from self._run_out()
                 self._rejoin.repair()
             if not self._has_batch and not self._fetch(until):
                 if self._rejoin is None or self._rejoin.finish():
@@ -151,6 +154,18 @@ class Job:
             rng.restore(before)
 
     # --- inside ---
+
+    def _run_out(self) -> Iterator[Any]:
+        """After an attempt that broke off in the middle: once more, alone and to its end.
+
+        The others may have completed this step; then this rank takes their result, but its own random state and
+        buffers must be those behind the step.
+        """
+        if self._has_batch and self._ran_out != self._version and self._broke_off == self._version:
+            rng.restore(self._random_after)
+            self.rehearsing = True
+            yield self._batch
+            self.rehearsing = False
 
     def _fetch(self, until: int | None) -> bool:
         """Take down the small state of this version, then get its batch. False at the end."""
@@ -208,11 +223,13 @@ class Job:
             self._random_end = rng.capture()
             if error is None or isinstance(error, StepInterrupted):
                 self._ran_out = self._version
-        elif error is not None:
-            if not can_retry(error, self._tracked):
-                return False
-            self._rejoin.raised(error)
-        self._rejoin.void(self._attempt.untouched)
+        elif error is not None and not (can_retry(error, self._tracked) and self._rejoin.may_repeat(error)):
+            return False
+        if self._broke_off != self._version:
+            self._rejoin.void(self._attempt.untouched)
+        else:
+            self._buffers.restore()
+        self._broke_off = self._version
         self.rehearsing = True
         return True
 
@@ -221,7 +238,7 @@ class Job:
         took = time.monotonic() - self._started
         self._buffers.after_step()
         self._version += 1
-        self._has_batch, self._batch = False, None
+        self._has_batch, self._batch, self._broke_off = False, None, -1
         if self._clock is not None:
             self._clock.set_step(self._version)
             self._clock.step_took(took)

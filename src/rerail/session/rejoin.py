@@ -53,8 +53,8 @@ class Rejoiner:
     def begin(self) -> Iterator[Any]:
         """Newcomer: rehearse alone, then join. Everyone else: restore what an earlier process of this rank left."""
         if self._joined:
-            if self._assignment.restored:
-                restore.from_arenas(self._job)
+            if self._assignment.restored and restore.from_arenas(self._job):
+                yield from self._warm_up()
             self._intact = self._training = True
             self._job._announce = fabric.generation
             return
@@ -67,6 +67,26 @@ class Rejoiner:
         self._phases["rehearse"] = time.monotonic() - started
         self._training = True
         self.repair()
+
+    def _warm_up(self) -> Iterator[Any]:
+        """After a restart: as many bodies as the run before had seen, since DDP's first steps sum in another order.
+
+        They run alone and are thrown away; only then does the next step give the bits it would have given.
+        """
+        job = self._job
+        times = min(job._version, WARM_ATTEMPTS) if job._tracked.has_ddp() else 0
+        if times and job._fetch(None):
+            with hearing.paused(), fabric.alone():
+                job.rehearsing = True
+                for _ in range(times):
+                    restore.replay(job)
+                    job._attempts += 1
+                    yield job._batch
+                    job._buffers.restore()
+                job.rehearsing = False
+            restore.replay(job)
+            job._tracked.clear_gradients()
+            job._ran_out = job._broke_off = -1
 
     def _rehearse(self) -> Iterator[Any]:
         """Run the loop's body alone on the predecessor's batch, as often as it takes to be like the survivors."""
@@ -88,8 +108,8 @@ class Rejoiner:
 
     # --- faults ---
 
-    def raised(self, error: Exception) -> None:
-        """The user's code raised: ask for a verdict. Returns when the step is to be repeated, raises when not."""
+    def may_repeat(self, error: Exception) -> bool:
+        """The user's code raised: ask for a verdict. True when the step is to be repeated, False to go down with it."""
         self._job._enter(Phase.PARKED)
         self._link.send(
             Raised(
@@ -105,8 +125,9 @@ class Rejoiner:
             self._link.wait_for_verdict(fabric.generation)
         except JobStopped:
             if self._link.stop is not None and self._link.stop.culprit:
-                raise error from None
+                return False
             raise
+        return True
 
     def void(self, untouched: bool) -> None:
         """An attempt came to nothing. `untouched`: the state is still that of its start."""
@@ -202,6 +223,7 @@ class Rejoiner:
         self._intact = self._intact and plan.sources[job.rank].kind == "own"
         restore.by_plan(job, plan, self._inherited)
         self._intact = self._joined = True
+        job._broke_off = -1
         loaded = time.monotonic()
         if job._clock is not None:
             job._clock.set_generation(plan.generation)

@@ -88,10 +88,11 @@ def tensors(job: Job, version: int) -> None:
     with torch.no_grad():
         for target, (_, saved) in zip(job._tracked.prepare(table), snapshot.tensors.items(), strict=True):
             target.copy_(saved)
+    job._tracked.forget_unnamed(set(snapshot.tensors))
 
 
-def from_arenas(job: Job) -> None:
-    """All processes are new but the arenas are not: agree on the newest version that everyone can have, and load it."""
+def from_arenas(job: Job) -> bool:
+    """All processes are new but the arenas are not: load the newest version that everyone can have. False: there is none."""
     arena = job._snapshots.arena
     mine = {
         "whole": list(arena.versions()) if arena else [],
@@ -103,7 +104,7 @@ def from_arenas(job: Job) -> None:
     told = meeting.multi_get([f"arena/{rank}" for rank in range(job.world_size)])
     plan = _newest_common([msgspec.json.decode(one, type=dict[str, list[int]]) for one in told])
     if plan is None or arena is None:
-        return
+        return False
     if plan.sources[job.rank].kind == "snapshot":
         tensors(job, plan.version)
     with hearing.paused():
@@ -112,6 +113,7 @@ def from_arenas(job: Job) -> None:
     small(job, decode(state.small), fresh=True)
     if plan.sources[job.rank].kind == "snapshot":
         job._tracked.load_small_objects(decode(state.small).objects, state.tensors)
+    return True
 
 
 def _newest_common(everyone: list[dict[str, list[int]]]) -> Plan | None:

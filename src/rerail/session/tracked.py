@@ -91,6 +91,15 @@ class Tracked:
             result.append(tensor)
         return result
 
+    def forget_unnamed(self, names: set[str]) -> None:
+        """Drop optimizer state that the state to restore does not have: it is of a version before its first step."""
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(_parameters_of(optimizer)):
+                state = optimizer.state.get(parameter, {})
+                for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
+                    if f"{name}:{index}:{key}" not in names:
+                        del state[key]
+
     def _make(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:
         parts = name.split(":")
         if len(parts) != 3 or parts[0] not in self.optimizers:

@@ -66,6 +66,7 @@ def _receive(sender: int, tracked: Tracked) -> int:
             whole = tensor.contiguous()
             dist.recv(whole, sender)
             tensor.copy_(whole)
+    tracked.forget_unnamed({name for name, _, _ in header.table})
     named = {name: tensor for (name, _, _), tensor in zip(header.table, received, strict=True)}
     tracked.load_small_objects(header.objects, named)
     return header.snapshot_every
