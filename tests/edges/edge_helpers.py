@@ -24,6 +24,7 @@ from rerail.runtime.journal import FILE_NAME, Journal
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src"
 TRAIN = str(HERE / "scripts" / "train.py")
+SHOW = str(HERE / "scripts" / "show.py")
 BROKEN = str(HERE / "scripts" / "broken.py")
 LIMIT_S = 90.0
 MARK = "RERAIL_EDGE_TEST"

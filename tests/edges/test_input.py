@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from edge_helpers import BROKEN, TRAIN, running
+from edge_helpers import BROKEN, SHOW, TRAIN, running
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -82,3 +82,14 @@ def test_two_jobs_on_one_machine(tmp_path: Path) -> None:
             run.leaves_nothing()
         folders = [path.parent for path in (tmp_path / "home").glob("*/journal*")]
         assert len(set(folders)) == 2
+
+
+def test_local_rank_in_the_arguments_and_numa_binding_without_devices(tmp_path: Path) -> None:
+    flags = ("--nproc-per-node", "2", "--numa-binding", "node")
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    with running(tmp_path, *flags, SHOW, "--device=${local_rank}", "cost $$5", "$other", env=hidden) as run:
+        assert run.ended() == 0, run.story()
+        for rank in (0, 1):
+            assert f"rank {rank} arguments --device={rank} cost $5 $other\n" in run.out, run.story()
+        assert run.err.count("no accelerator was found on this node") == 1, run.story()
+        run.leaves_nothing()

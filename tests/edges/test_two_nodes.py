@@ -69,6 +69,23 @@ def test_kill_9_of_an_agent_replaces_its_ranks_from_the_other_node(tmp_path: Pat
         finish(first, second, hold)
 
 
+def test_a_frozen_node_is_given_up_and_its_zombies_end_when_it_thaws(tmp_path: Path) -> None:
+    with pair(tmp_path, until=30) as (first, second, hold):
+        first.rank_pid(0)
+        zombies = [second.rank_pid(2), second.rank_pid(3)]
+        frozen = [pid for pid in second.alive() if pid != second.process.pid]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        first.await_record("diagnosis", lambda diagnosis: diagnosis.code == "node.lost")
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        (report,) = first.reports(1)
+        assert report.ok and {2, 3} <= set(report.ranks), first.story() + second.story()
+        for pid in zombies:
+            second.await_end(pid)
+        finish(first, second, hold)
+
+
 def test_a_node_that_never_comes(tmp_path: Path) -> None:
     with node(tmp_path, 0, free_port()) as run:
         run.controller()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("train.py")
-PATIENCE_S = 100.0
+PATIENCE_S = 150.0
 
 
 Start = Callable[..., "Run"]

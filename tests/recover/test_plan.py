@@ -45,9 +45,19 @@ def test_two_newcomers_load_from_different_replicas() -> None:
     assert isinstance(found, Choice) and {found.sources[1].rank, found.sources[3].rank} == {0, 2}
 
 
+def test_ranks_of_a_lost_node_take_their_state_from_replicas_on_another() -> None:
+    world = (0, 1, 2, 3)
+    survivors = [parked(rank, replicas=world) for rank in (0, 1)]
+    found = choose_sources(by_rank(*survivors, newcomer(2), newcomer(3)), frozenset({2, 3}))
+    assert isinstance(found, Choice) and {found.sources[rank].rank for rank in (2, 3)} == {0, 1}
+    alone = choose_sources(by_rank(parked(0), parked(1), newcomer(2), newcomer(3)), frozenset({2, 3}))
+    assert isinstance(alone, Infeasible) and "no replica holds it" in alone.reason
+
+
 def test_a_survivor_one_step_behind_advances() -> None:
     world = (0, 1)
-    found = choose_sources(by_rank(parked(0, 11, replicas=world), parked(1, 10, replicas=world)), frozenset())
+    behind = parked(1, 10, replicas=world, small_versions=(10, 11))
+    found = choose_sources(by_rank(parked(0, 11, replicas=world), behind), frozenset())
     assert isinstance(found, Choice) and found.version == 11 and found.sources[1] == Source(kind="replica", rank=0)
 
 

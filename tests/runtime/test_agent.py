@@ -188,6 +188,8 @@ def test_a_new_controller_hears_where_all_stand_and_what_was_missed(bench: Bench
             (0, "running", True),
             (1, "lost", True),
         ]
+        again = await other.relayed(wire.Resumed, 2, 0)
+        assert {message.rank for message in again} == {0, 1}, "the last words before the cut may have been lost"
         missed = await other.wait(wire.Observed)
         assert [message.signal.rank for message in missed] == [1]
         await stop(other)

@@ -5,7 +5,7 @@ Called by `runtime.controller` when an incident is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rerail.flow import Cost, Phase
@@ -67,3 +67,8 @@ def phases(line: Timeline) -> tuple[Phase, ...]:
             found.append(Phase(name=name, start=start, end=end))
             start = end
     return tuple(found)
+
+
+def mean_cost(costs: Sequence[Cost]) -> Cost:
+    """The mean of each part, over the incidents of one kind."""
+    return Cost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in Cost.__struct_fields__})

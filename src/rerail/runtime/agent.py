@@ -25,8 +25,8 @@ from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
 from rerail.errors import RerailError
 from rerail.flow import Signal, new_id
-from rerail.runtime import memory, processes, wire
-from rerail.runtime.children import Child, child_spec, end_all, virtual_device
+from rerail.runtime import memory, numa, processes, wire
+from rerail.runtime.children import Child, child_spec, end_all, needs_local_rank, virtual_device
 from rerail.runtime.clock import Reading
 from rerail.runtime.logs import ERR, OUT, Console, LogBook
 from rerail.runtime.processes import say
@@ -63,6 +63,7 @@ class Agent:
         )
         self.uplink = Uplink(spec, self._greeting, self._order, lambda why: self._end(EXIT_FAILED, why))
         self.watch = Watch(settings, self.slots, self._hung, self._stalled)
+        self._cpus, self._cpu_notice = numa.plan(spec.numa_binding, spec.slots)
         self._orders: asyncio.Queue[wire.ToAgent] = asyncio.Queue()
         self._started_at: float | None = None
         self._left_by = 0
@@ -73,6 +74,8 @@ class Agent:
     async def run(self) -> int:
         """The whole life of the agent; returns the job's exit code."""
         self.pool.prepare(self.spec.slots)
+        if self._cpu_notice:
+            say(self._cpu_notice)
         loop = asyncio.get_running_loop()
         for name in {*self.spec.signals_to_handle, "SIGTERM", "SIGINT"}:
             loop.add_signal_handler(signal.Signals[name], self._asked_to_leave, signal.Signals[name])
@@ -161,9 +164,11 @@ class Agent:
         error_file = folder / "error.json"
         error_file.unlink(missing_ok=True)
         slot.fill(child, assignment, error_file)
-        env = {**assignment.env, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        env = {**assignment.env, "TORCHELASTIC_ERROR_FILE": str(error_file), "RERAIL_LOCAL_RANK": str(local_rank)}
         if self.spec.virtual_local_rank:
             env |= virtual_device(local_rank)
+        if local_rank in self._cpus:
+            numa.bind(child.pid, self._cpus[local_rank])
         child.on_message, child.on_exit = self._heard, self._exited
         child.assign(msgspec.structs.replace(assignment, env=env), slot.memory)
         child.stdout.attach(self.logs.open(assignment.generation, slot.rank, local_rank, OUT))
@@ -276,7 +281,7 @@ class Agent:
         else:
             calm = not any(joined) and time.monotonic() - self._started_at >= UNAWARE_CALM_S
         if calm:
-            self.pool.refill(script_mode=all(joined))
+            self.pool.refill(script_mode=all(joined) and not needs_local_rank(self.spec.script_args))
 
     async def _keep_house(self) -> None:
         while True:

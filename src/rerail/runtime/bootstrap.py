@@ -21,6 +21,8 @@ import threading
 import time
 import traceback
 import zlib
+from collections.abc import Iterable
+from string import Template
 from types import CodeType
 from typing import NoReturn
 
@@ -58,7 +60,7 @@ def main() -> NoReturn:
         assignment = link.wait_for_assignment()
         os.environ.update(assignment.env)
         if boot.no_python:
-            os.execvp(boot.script, [boot.script, *boot.args])
+            os.execvp(boot.script, [boot.script, *_filled_in(boot.args)])
     _run_script(boot, link)
 
 
@@ -83,7 +85,7 @@ def _warm_up() -> None:
 
 def _run_script(boot: Boot, link: AgentLink) -> NoReturn:
     """Run the user's program as `python script.py` would, in the real __main__."""
-    sys.argv = [boot.script, *boot.args]
+    sys.argv = [boot.script, *_filled_in(boot.args)]
     code = 0
     try:
         if boot.module:
@@ -104,6 +106,12 @@ def _run_script(boot: Boot, link: AgentLink) -> NoReturn:
             _print_user_traceback(error)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
     _leave(code)
+
+
+def _filled_in(arguments: Iterable[str]) -> list[str]:
+    """The arguments with ${local_rank} replaced, as torchrun does (`$$` stands for a dollar sign)."""
+    values = {"local_rank": rank} if (rank := os.environ.get("RERAIL_LOCAL_RANK")) else {}
+    return [Template(argument).safe_substitute(values) for argument in arguments]
 
 
 def _exec_main(script: str) -> None:

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
+from string import Template
 
 import msgspec
 
@@ -61,6 +62,11 @@ def child_spec(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> ChildS
     if spec.slots > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: many ranks would fight for the same cores
     return ChildSpec(command=(sys.executable, "-c", BOOTSTRAP), env=env)
+
+
+def needs_local_rank(arguments: Iterable[str]) -> bool:
+    """Whether ${local_rank} stands in the script's arguments: then no process can begin the script before it has one."""
+    return any("local_rank" in Template(argument).get_identifiers() for argument in arguments)
 
 
 def virtual_device(local_rank: int) -> dict[str, str]:

@@ -26,6 +26,7 @@ from rerail.faults.catalog import load_catalog
 from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Rung, Signal
 from rerail.recover.execute import Execution, Stage
 from rerail.report.compose import compose, controller_lost, one_line, timeline
+from rerail.report.timeline import mean_cost
 from rerail.runtime.admission import Admission
 from rerail.runtime.fleet import Fleet, Link, RankState
 from rerail.runtime.incident import Incident
@@ -282,7 +283,7 @@ class Controller:
             budget=self.budget,
             restarts_allowed=self._restarts()[1],
             no_progress_limit=max(1, self.settings.no_progress_limit),
-            history={rung: _mean(costs) for rung, costs in self.costs.items()},
+            history={rung: mean_cost(costs) for rung, costs in self.costs.items()},
         )
 
     def _restarts(self) -> tuple[int, int]:
@@ -387,11 +388,6 @@ class Controller:
         elif self.incident is not None and self.incident.fresh and not self.fleet.away:
             times.append(self.incident.echo_deadline)
         return min((time for time in times if time is not None), default=None)
-
-
-def _mean(costs: list[Cost]) -> Cost:
-    total = {name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in Cost.__struct_fields__}
-    return Cost(**total)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None)
     _wire_up(link, assignment)
     fabric.address = assignment.store_bind
     fabric.inner_backend = backend or _default_backend(device)
+    if "nccl" in fabric.inner_backend:
+        _leave_nccl_errors_to_us()
     groups.register()
     if assignment.newcomer:
         if link.clock is not None:
@@ -73,6 +75,12 @@ def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None)
         groups.BACKEND, store=fabric.store, rank=assignment.rank, world_size=assignment.world_size, timeout=timeout
     )
     return Job(link, place)
+
+
+def _leave_nccl_errors_to_us() -> None:
+    """torch's own watchdog ends the process when a peer is lost; here the process is what we want to keep."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def _wire_up(link: AgentLink, assignment: Assign) -> None:

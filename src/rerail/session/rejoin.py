@@ -223,6 +223,7 @@ class Rejoiner:
         self._intact = self._intact and plan.sources[job.rank].kind == "own"
         restore.by_plan(job, plan, self._inherited)
         self._intact = self._joined = True
+        fabric.collectives = 0  # counted from here on every rank alike, a newcomer included: who is behind can be seen
         job._broke_off = -1
         loaded = time.monotonic()
         if job._clock is not None:

@@ -1,0 +1,140 @@
+"""Shows on real GPUs what the CPU benchmark shows on gloo: replacement under living survivors, NCCL's wires included.
+
+    python bench/gpu.py [--ranks 2] [--json FILE]
+
+Several ranks may share one GPU: each then claims to be a host of its own (NCCL_HOSTID), so that NCCL accepts the sharing and
+talks over loopback sockets. Prints one line per case; exits 1 if one fails. Run by hand on a machine with a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+WORKLOAD = Path(__file__).with_name("gpu_workload.py")
+
+
+class Watched:
+    """One `rerail run` whose ranks print JSON lines."""
+
+    def __init__(self, folder: Path, ranks: int, *args: str) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+        command = [sys.executable, "-m", "rerail.cli.main", "run", "--nproc-per-node", str(ranks), str(WORKLOAD), *args]
+        env = {**os.environ, "RERAIL_HOME": str(folder), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        self._folder = folder
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None, "the pipe was asked for"
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if line.startswith("{"):
+                self.events.append({**json.loads(line), "at": time.monotonic()})
+
+    def until(self, condition: Any, patience: float = 150.0) -> None:
+        end = time.monotonic() + patience
+        while not condition():
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise RuntimeError("the run stopped short:\n" + "\n".join(self.lines[-40:]))
+            time.sleep(0.01)
+
+    def steps(self, rank: int) -> list[dict[str, Any]]:
+        return [event for event in self.events if event.get("rank") == rank and "step" in event]
+
+    def reach(self, step: int, ranks: int) -> None:
+        self.until(lambda: all(self.steps(r) and self.steps(r)[-1]["step"] >= step for r in range(ranks)))
+
+    def finish(self) -> dict[str, Any]:
+        self.process.wait(200)
+        self._reader.join(5)
+        if self.process.returncode:
+            raise RuntimeError(f"exit code {self.process.returncode}:\n" + "\n".join(self.lines[-40:]))
+        digests = {event["digest"] for event in self.events if "digest" in event}
+        return {"digest": digests.pop() if len(digests) == 1 else "ranks differ"}
+
+    def incidents(self) -> list[dict[str, Any]]:
+        told = subprocess.run(
+            [sys.executable, "-m", "rerail.cli.main", "incidents", "--json"],
+            env={**os.environ, "RERAIL_HOME": str(self._folder)},
+            capture_output=True,
+            text=True,
+        )
+        return list(json.loads(told.stdout or "[]"))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(30)
+
+
+def case(name: str, ranks: int, signum: signal.Signals | None, *args: str) -> dict[str, Any]:
+    """One run, undisturbed or with the last rank broken at step 20 once a standby is warm."""
+    with tempfile.TemporaryDirectory(prefix="rerail-gpu-") as folder:
+        run = Watched(Path(folder), ranks, *args)
+        try:
+            result: dict[str, Any] = {"case": name}
+            run.reach(1, ranks)
+            result["cold_s"] = round(run.steps(0)[0]["at"] - run.started, 2)
+            if signum is not None:
+                run.reach(20, ranks)
+                time.sleep(12.0)  # the standby warms up meanwhile
+                victim = run.steps(ranks - 1)[-1]
+                before = {rank: run.steps(rank)[-1]["pid"] for rank in range(ranks - 1)}
+                broken = time.monotonic()
+                os.kill(victim["pid"], signum)
+                run.until(lambda: run.steps(ranks - 1)[-1]["pid"] != victim["pid"])
+                first = next(event for event in run.steps(ranks - 1) if event["pid"] != victim["pid"])
+                result["recovered_s"] = round(first["at"] - broken, 2)
+                run.reach(first["step"] + 5, ranks)
+                after = {rank: run.steps(rank)[-1]["pid"] for rank in range(ranks - 1)}
+                result["survivors_kept"] = before == after
+            result |= run.finish()
+            usual = sorted(event["step_s"] for event in run.events if "step_s" in event)
+            result["step_ms"] = round(1000 * usual[len(usual) // 2], 2)
+            result["incidents"] = [(report["code"], report["rung"], report["attempts"]) for report in run.incidents()]
+            return result
+        finally:
+            run.end()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows, failed = [], False
+    for style, backend in (("ddp", "nccl"), ("fsdp", "nccl"), ("ddp", "gloo")):
+        common = ("--style", style, "--backend", backend)
+        quiet = case(f"{style}/{backend} undisturbed", args.ranks, None, *common)
+        rows.append(quiet)
+        print(json.dumps(quiet), flush=True)
+        for signum in (signal.SIGKILL, signal.SIGSTOP):
+            try:
+                row = case(f"{style}/{backend} {signum.name}", args.ranks, signum, *common)
+                row["identical"] = row["digest"] == quiet["digest"]
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                row = {"case": f"{style}/{backend} {signum.name}", "error": str(error)[-3000:]}
+            failed = failed or not row.get("identical", False)
+            rows.append(row)
+            print(json.dumps(row) if "error" not in row else row["error"], flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
