@@ -87,6 +87,10 @@ class Run:
     def send(self, rank: int, signum: signal.Signals) -> None:
         os.kill(self.pids[rank][-1], signum)
 
+    def kill_controller(self) -> None:
+        (told,) = self.folder.glob("*/controller.json")
+        os.kill(json.loads(told.read_text())["pid"], signal.SIGKILL)
+
     def status(self) -> dict[str, Any]:
         return self.ask("status")
 

@@ -127,10 +127,7 @@ def test_a_fault_inside_a_guard(start: Start, undisturbed: Digests) -> None:
 def test_the_controller_dies_and_the_ranks_train_on(start: Start, undisturbed: Digests) -> None:
     run = start("ddp", "80", "--sleep", "0.02")
     run.reach(15)
-    pid = run.status()["controller"]["pid"]
-    import os
-
-    os.kill(pid, signal.SIGKILL)
+    run.kill_controller()
     run.until(lambda: any("controller" in line for line in run.output), "word of a new controller")
     run.reach(40)
     run.send(2, signal.SIGKILL)

@@ -34,8 +34,8 @@ class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> Choice | Infeasible:
     """The best exact way to resume from what these ranks hold."""
-    if newcomers and any(p.in_guard for p in parked.values()):
-        return Infeasible(reason="the fault hit inside job.guard(), where a newcomer cannot join")
+    if any(p.in_guard for p in parked.values()) and not _at_one_spot(parked):
+        return Infeasible(reason="the fault hit inside job.guard(), and not every rank is in the same one")
     held = sorted({p.version for p in parked.values() if _intact(p)}, reverse=True)
     newest_snapshot = _from_snapshots(parked)
     for version in held:
@@ -49,6 +49,11 @@ def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> C
     if not newcomers and not any(p.in_training for p in parked.values()):
         return Choice(version=0, sources={rank: Source(kind="initial") for rank in parked})
     return Infeasible(reason=_why_not(parked, held))
+
+
+def _at_one_spot(parked: Mapping[int, Parked]) -> bool:
+    """A rank past a guard cannot go back into it, and a newcomer begins at a step."""
+    return len({(p.version, p.guards, p.in_guard) for p in parked.values()}) == 1
 
 
 def _intact(p: Parked) -> bool:

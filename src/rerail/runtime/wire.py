@@ -129,7 +129,9 @@ class Parked(Message, frozen=True, kw_only=True):
     replicas: tuple[int, ...] = ()
     """Ranks that hold the very same state, itself included."""
     in_guard: bool = False
-    """Inside `job.guard()`: a newcomer cannot join there."""
+    """Inside `job.guard()`: a newcomer cannot join there, and ranks past it cannot go back."""
+    guards: int = 0
+    """Calls of `job.guard()` completed since the last update."""
     store_port: int = 0
     """Set by the rank that opened the store of `generation`."""
     phases: dict[str, float] = {}

@@ -164,6 +164,8 @@ class ReplaceableGroup(ProcessGroup):
             except RuntimeError as error:
                 fabric.failed(error)
             else:
+                if work is None:  # NCCL gives none where the caller does not want to wait
+                    return finished_work(solo.outputs_of(name, args))
                 fabric.begin(work)
                 settles = name == "allreduce" and self._nccl is None
                 relayed = RelayedWork(work, _listed(args[0]) if settles else None)

@@ -77,6 +77,7 @@ class Job:
         self._durations: list[float] = []
         self._announce = -1
         self._in_steps = False
+        self._guards = 0
         self._step = _Step(self)
         self._rejoin = Rejoiner(self, link) if link is not None else None
         self._snapshots = Snapshotter(self, link)
@@ -147,9 +148,10 @@ class Job:
             finally:
                 fabric.shield(False)
             if self._rejoin is None or self.rehearsing or not fabric.interrupted:
-                if error is None:
-                    return result
-                raise error
+                if error is not None:
+                    raise error
+                self._guards += 1
+                return result
             self._rejoin.repair(in_guard=True)
             rng.restore(before)
 
@@ -238,6 +240,7 @@ class Job:
         took = time.monotonic() - self._started
         self._buffers.after_step()
         self._version += 1
+        self._guards = 0
         self._has_batch, self._batch, self._broke_off = False, None, -1
         if self._clock is not None:
             self._clock.set_step(self._version)

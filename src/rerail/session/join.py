@@ -81,6 +81,7 @@ def _leave_nccl_errors_to_us() -> None:
     """torch's own watchdog ends the process when a peer is lost; here the process is what we want to keep."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # it holds up the abort for a minute
 
 
 def _wire_up(link: AgentLink, assignment: Assign) -> None:

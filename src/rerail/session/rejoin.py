@@ -206,6 +206,7 @@ class Rejoiner:
                 snapshots=arena.versions() if arena else (),
                 replicas=job._tracked.replicas(job.rank, job.world_size),
                 in_guard=in_guard,
+                guards=job._guards,
                 store_port=port,
                 phases=self._phases,
             )

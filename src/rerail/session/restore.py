@@ -34,7 +34,7 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     elif source.kind == "replica" and plan.version == job._version + 1 and job._ran_out == job._version:
         _advance(job)
     elif source.kind != "own":
-        _jump(job, plan.version, source, inherited)
+        _jump(job, plan.version, inherited)
     elif plan.version != job._version:
         raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {plan.version}")
     job._tracked.clear_gradients()
@@ -53,7 +53,7 @@ def _advance(job: Job) -> None:
     job._has_batch, job._batch = False, None
 
 
-def _jump(job: Job, version: int, source: Source, inherited: dict[int, Small]) -> None:
+def _jump(job: Job, version: int, inherited: dict[int, Small]) -> None:
     """To a version whose small state is written down: in memory, in the step journal, or in the arena."""
     found = inherited.get(version)
     if found is None and job._small is not None and job._small.version == version:
@@ -64,8 +64,6 @@ def _jump(job: Job, version: int, source: Source, inherited: dict[int, Small]) -
     if found is None:
         raise StateError(f"rank {job.rank} cannot go to version {version}: its small state is not known here")
     small(job, found, fresh=job._small is None)
-    if source.kind == "snapshot" and arena is not None:
-        job._tracked.load_small_objects(found.objects, arena.read(version).tensors)
 
 
 def small(job: Job, state: Small, *, fresh: bool) -> None:
@@ -80,7 +78,7 @@ def small(job: Job, state: Small, *, fresh: bool) -> None:
 
 
 def tensors(job: Job, version: int) -> None:
-    """Large state from this rank's arena."""
+    """Large state from this rank's arena, and the schedulers and scalers that go with it."""
     if job._snapshots.arena is None:
         raise StateError(f"rank {job.rank} has no snapshots, but version {version} is to come from one")
     snapshot = job._snapshots.arena.read(version)
@@ -89,6 +87,8 @@ def tensors(job: Job, version: int) -> None:
         for target, (_, saved) in zip(job._tracked.prepare(table), snapshot.tensors.items(), strict=True):
             target.copy_(saved)
     job._tracked.forget_unnamed(set(snapshot.tensors))
+    # Before anything is sent on: who takes this rank's state takes its schedule, too.
+    job._tracked.load_small_objects(decode(snapshot.small).objects, snapshot.tensors)
 
 
 def from_arenas(job: Job) -> bool:
@@ -111,8 +111,6 @@ def from_arenas(job: Job) -> bool:
         transfer.exchange(plan, job)
     state = arena.read(plan.version)
     small(job, decode(state.small), fresh=True)
-    if plan.sources[job.rank].kind == "snapshot":
-        job._tracked.load_small_objects(decode(state.small).objects, state.tensors)
     return True
 
 
