@@ -31,6 +31,12 @@ SMALL = ["--layers", "2", "--width", "64", "--vocabulary", "256"]
 """A model whose step takes milliseconds, for scenarios that count recoveries instead of timing them."""
 
 
+USUAL = ["--layers", "4", "--width", "128", "--vocabulary", "1024"]
+"""About a million parameters: a step takes tens of milliseconds here, as one does on the accelerator it is made for."""
+LARGE = ["--layers", "8", "--width", "256", "--vocabulary", "8192"]
+"""10.5 million parameters, as in the study of the peers: here a step takes most of a second, and one is replayed."""
+
+
 class Recovery(NamedTuple):
     """A cold start and one recovery in the same run."""
 
@@ -45,9 +51,9 @@ class Recovery(NamedTuple):
         return self.recovery_s / self.cold_s
 
 
-def rerail_kill(folder: Path, victim: int) -> Recovery:
+def rerail_kill(folder: Path, victim: int, shape: list[str]) -> Recovery:
     """SIGKILL of one rank under rerail, with a warm standby: until the newcomer's first completed step."""
-    arguments = ["--folder", str(folder), "--steps", str(ENDLESS)]
+    arguments = ["--folder", str(folder), "--steps", str(ENDLESS), *shape]
     with RerailJob(HERE / "workload.py", arguments, folder, world=WORLD) as job:
         cold = job.wait_first_step()
         job.wait_step(STEADY)
@@ -61,11 +67,11 @@ def rerail_kill(folder: Path, victim: int) -> Recovery:
         return Recovery(cold, back.at - killed, attempts, kept)
 
 
-def torchrun_kill(folder: Path, victim: int, share_store: bool) -> Recovery:
+def torchrun_kill(folder: Path, victim: int, shape: list[str], *, share_store: bool) -> Recovery:
     """The same under torchrun: until the first completed step of any new process."""
     env = {} if share_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
-    script = [str(HERE / "workload_torchrun.py"), "--folder", str(folder), "--steps", str(ENDLESS)]
+    script = [str(HERE / "workload_torchrun.py"), "--folder", str(folder), "--steps", str(ENDLESS), *shape]
     with WatchedJob([*launcher, "--max-restarts", "5", *script], folder, WORLD, env | {"OMP_NUM_THREADS": "1"}) as job:
         cold = job.wait_first_step()
         job.wait_for("the first checkpoint", lambda _: (folder / "checkpoint.pt").exists())
@@ -76,7 +82,7 @@ def torchrun_kill(folder: Path, victim: int, share_store: bool) -> Recovery:
         def new_incarnation(fresh: list[Step]) -> Step | None:
             return next((step for step in fresh if step.pid not in old and step.at > killed), None)
 
-        back: Step = job.wait_for("a step of a new incarnation", new_incarnation, limit_s=120.0)
+        back: Step = job.wait_for("a step of a new incarnation", new_incarnation, limit_s=60.0)
         attempts = int((folder / "restarts").read_text())
         return Recovery(cold, back.at - killed, attempts, False)
 
@@ -103,7 +109,7 @@ def many_kills(folder: Path, count: int, seed: int) -> tuple[list[int], int, lis
 
 def freeze(folder: Path, victim: int) -> tuple[float, float, bool]:
     """SIGSTOP of one rank: seconds until rerail acts (the stopped process is gone), median step, culprit named."""
-    arguments = ["--folder", str(folder), "--steps", str(ENDLESS)]
+    arguments = ["--folder", str(folder), "--steps", str(ENDLESS), *USUAL]
     with RerailJob(HERE / "workload.py", arguments, folder, world=WORLD) as job:
         job.wait_first_step()
         job.wait_standbys(1)

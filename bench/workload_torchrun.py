@@ -24,6 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=8192)
     args = parser.parse_args()
     torch.set_num_threads(1)
     (args.folder / "restarts").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -31,7 +34,7 @@ def main() -> None:
     rank = dist.get_rank()
     data = Sources()
     torch.manual_seed(1)
-    model = DistributedDataParallel(GPT(layers=8, width=256, vocabulary=8192))
+    model = DistributedDataParallel(GPT(layers=args.layers, width=args.width, vocabulary=args.vocabulary))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoint = args.folder / "checkpoint.pt"
     start = 0

@@ -125,6 +125,12 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ,
     return settings
 
 
+def settings_of_rank(env: Mapping[str, str] = os.environ) -> Settings:
+    """The settings of the job this process is a rank of; the agent hands them down. Defaults outside `rerail run`."""
+    handed = env.get("RERAIL_SETTINGS", "")
+    return msgspec.json.decode(handed, type=Settings) if handed else load_settings(env=env)
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text())

@@ -19,7 +19,8 @@ def node(
     folder: Path, number: int, port: int, *arguments: str, ranks: int = 2
 ) -> contextlib.AbstractContextManager[Run]:
     flags = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(ranks), "--rdzv-id", "pair")
-    place = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--standbys", "1")
+    # each node has an address of its own, so that nothing passes by listening on the other's
+    place = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", f"127.0.0.{number + 1}", "--standbys", "1")
     env = {"RERAIL_TOKEN": "the same on both", "RERAIL_NODE": f"node{number}"}
     return running(folder / str(number), *flags, *place, TRAIN, *arguments, env=env)
 

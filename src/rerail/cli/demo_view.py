@@ -116,7 +116,7 @@ def _short(text: str) -> str:
 def incident_line(report: Report) -> str:
     """What happened and what was done, on one line."""
     what = f"{_short(report.summary):<{WIDTH}}"
-    if report.code == "controller.lost":
+    if report.code == "controller.lost" and not report.attempts:
         return f"{what}  new controller took over after {report.cost.detect:.2f} s"
     found = f"found in {report.cost.detect:.2f} s, " if report.cost.detect >= 0.1 else ""
     seconds = report.cost.total - report.cost.detect - report.cost.t0
@@ -129,7 +129,7 @@ def incident_table(reports: Iterable[Report]) -> str:
     rows: list[tuple[str, ...]] = [head]
     for report in reports:
         cost = report.cost
-        done = "taken over" if report.code == "controller.lost" else report.rung.value
+        done = "taken over" if report.code == "controller.lost" and not report.attempts else report.rung.value
         seconds = (cost.detect, cost.t0, cost.t1, cost.t2, cost.t3, cost.t4, cost.total)
         rows.append((str(report.incident), _short(report.summary), done, *(f"{value:.2f}" for value in seconds)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

@@ -1,6 +1,6 @@
 """The fault catalogue: turns `faults/*.toml` into typed entries and finds the one a signal shows.
 
-Read by `detect.classify` for every signal and by `rerail explain` and `rerail faults`. What a fault looks like is data;
+Read by `detect.classify` for every signal. What a fault looks like is data;
 this module only knows how to compare. Entries are tried in the order of the file and the first that fits wins, so
 special ones stand before general ones.
 """

@@ -48,6 +48,6 @@ def assignment(
         newcomer=newcomer,
         restored=restored,
         store_rank=store_rank,
-        store_bind=fleet.agent_of(store_rank).address,
+        address=fleet.agent_of(rank.rank).address,
         env=env,
     )

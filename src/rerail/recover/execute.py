@@ -254,7 +254,6 @@ class Execution:
         order = Interrupt(
             generation=fleet.generation,
             store_rank=self._store_rank,
-            store_bind=fleet.agent_of(self._store_rank).address,
         )
         for node in fleet.placed():
             ranks = tuple(rank.rank for rank in survivors if rank.node == node)

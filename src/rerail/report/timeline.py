@@ -5,7 +5,7 @@ Called by `runtime.controller` when an incident is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rerail.flow import Cost, Phase
@@ -41,16 +41,15 @@ def measure(line: Timeline) -> Cost:
     """Seconds by T0..T4, as told by the slowest rank of each stage."""
     usual = max((r.usual_step_s for r in line.resumed.values()), default=0.0)
     until = line.parked_at or line.ended or line.opened
-    loading = max((p.phases.get("load", 0.0) for p in line.parked.values()), default=0.0)
     extra = (r.step_s - r.usual_step_s for r in line.resumed.values() if r.usual_step_s > 0)
     # The interrupted step counts as one whole usual step: how far it had come nobody measured, and it is run again whole.
     replayed = lost_steps(line) + (1 if line.resumed else 0)
     return Cost(
         detect=line.detect_s,
         t0=usual * replayed,
-        t1=max(0.0, until - line.opened - loading),
+        t1=max(0.0, until - line.opened),
         t2=max((f.phases.get("communication", 0.0) for f in line.formed.values()), default=0.0),
-        t3=loading + max((f.phases.get("load", 0.0) for f in line.formed.values()), default=0.0),
+        t3=max((f.phases.get("load", 0.0) for f in line.formed.values()), default=0.0),
         t4=max(0.0, max(extra, default=0.0)),
     )
 
@@ -66,7 +65,16 @@ def phases(line: Timeline) -> tuple[Phase, ...]:
             end = max(start, at - line.opened)
             found.append(Phase(name=name, start=start, end=end))
             start = end
-    return tuple(found)
+    return (*found, *_within_reschedule(line))
+
+
+def _within_reschedule(line: Timeline) -> Iterator[Phase]:
+    """What the ranks themselves say of the time until they were parked: running out, building, rehearsing."""
+    for rank, parked in sorted(line.parked.items()):
+        end = 0.0
+        for name, seconds in parked.phases.items():
+            yield Phase(name=f"rank {rank}: {name.replace('_', ' ')}", start=end, end=end + seconds)
+            end += seconds
 
 
 def mean_cost(costs: Sequence[Cost]) -> Cost:

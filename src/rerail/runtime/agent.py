@@ -190,6 +190,8 @@ class Agent:
         if slot is None or isinstance(message, wire.Warm):
             return
         slot.heard(message)
+        if isinstance(message, wire.Formed):
+            slot.said.clear()  # the parking that led here is history; told again it would pass for a new one
         slot.said.append(wire.Relayed(rank=slot.rank, message=message))
         self.uplink.send(slot.said[-1])
         self._refill()

@@ -4,7 +4,7 @@ Started by `runtime.children` as `python -c "from rerail.runtime.bootstrap impor
 
     RERAIL_LINK_FD   the socketpair to the agent
     RERAIL_BOOT      JSON: script, args, module, no_python, run_path
-    RERAIL_STANDBY   `script`: run the user's script at once and wait inside rerail.join(); else import torch and wait here
+    RERAIL_STANDBY   `script`: run the user's script up to rerail.join() and wait there; else wait before it begins
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NoReturn
 import msgspec
 
 from rerail.errors import JobStopped
-from rerail.runtime.wire import Assign, Warm
+from rerail.runtime.wire import Warm
 from rerail.session.link import AgentLink, connect
 
 _PR_SET_PDEATHSIG = 1
@@ -53,9 +53,9 @@ def main() -> NoReturn:
     link = connect()
     if link is None:
         sys.exit("rerail: this is the inside of `rerail run`, not a command of its own")
+    if not boot.no_python:
+        _warm_up()
     if os.environ.pop("RERAIL_STANDBY", "") != "script":
-        if not boot.no_python:
-            _warm_up()
         link.send(Warm(at_join=False))
         assignment = link.wait_for_assignment()
         os.environ.update(assignment.env)
@@ -72,12 +72,18 @@ def die_with_parent() -> None:
 
 
 def _warm_up() -> None:
-    """Import what every PyTorch script imports. The first optimizer pulls in as much again as torch itself."""
+    """Import what every PyTorch script imports, and take one tiny step: the first one sets up as much as it computes.
+
+    The first optimizer alone pulls in as much again as torch itself. Nothing here draws a random number.
+    """
     with contextlib.suppress(ImportError):
         import torch
         import torch.distributed
 
-        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([weight])
+        (weight * 2).sum().backward()
+        optimizer.step()
         import torch.nn.parallel
 
         import rerail.session.job  # noqa: F401
@@ -202,8 +208,3 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def assign_environment(assignment: Assign) -> None:
-    """Give a standby that waited inside rerail.join() the environment of its rank."""
-    os.environ.update(assignment.env)

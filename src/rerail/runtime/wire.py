@@ -65,8 +65,8 @@ class Assign(Message, frozen=True, kw_only=True):
     """True when the arena of this rank may hold snapshots of an earlier process."""
     store_rank: int = 0
     """The rank that opens the store of this generation when it parks."""
-    store_bind: str = "127.0.0.1"
-    """Address the store listens on, if this rank opens it."""
+    address: str = "127.0.0.1"
+    """Of this rank's node: its groups listen there, and the store if this rank opens it."""
     env: dict[str, str] = {}
     """torchrun's variables for this rank."""
 
@@ -76,7 +76,6 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
     generation: int
     store_rank: int
-    store_bind: str = "127.0.0.1"
 
 
 class Form(Message, frozen=True, kw_only=True):
@@ -160,7 +159,7 @@ class Resumed(Message, frozen=True, kw_only=True):
 
 
 class Raised(Message, frozen=True, kw_only=True):
-    """The user's code raised inside `job.step()` or `job.guard()`; the rank lives and waits for a verdict."""
+    """The user's code raised inside `job.step()`; the rank lives and waits for a verdict."""
 
     rank: int
     generation: int

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from rerail.session.groups import ReplaceableGroup
 
 
+CUT_EVERY_S = 0.02
+"""Seconds between two looks for new wires while a forming generation is broken off."""
+
+
 class Mode(Enum):
     """See the module's docstring."""
 
@@ -65,7 +69,9 @@ class Fabric:
         self.collectives = 0
         self.cuts = 0
         """Interrupts since the generation was formed."""
+        self.cut_at = 0.0
         self._before_forming: set[tuple[int, int]] | None = None
+        self._retired: list[tuple[int, object]] = []
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
         self._newest_since = 0
@@ -119,6 +125,8 @@ class Fabric:
         """Void the attempt and free everyone who waits. Any thread."""
         with self._lock:
             self.interrupted = True
+            if not self.cuts:
+                self.cut_at = time.monotonic()
             self.cuts += 1
             self._leave_peers()
             groups, before, store = list(self.groups), self._before_forming, self._store_connections
@@ -126,8 +134,21 @@ class Fabric:
             group.cut()
         sockets.cut(store)
         if before is not None:
-            # A peer died while wires were being laid: those laid so far belong to no group yet.
+            # A peer died while wires were being laid. Those laid so far belong to no group yet, and more may follow.
+            threading.Thread(target=self._keep_cutting, args=(before,), name="rerail-cut", daemon=True).start()
+
+    def retire(self, wires: object) -> None:
+        """Keep the wires of an older generation until their threads are idle.
+
+        Taking a gloo group apart joins its threads while Python is locked, and one of them may be waiting for that very
+        lock to deliver an error.
+        """
+        self._retired.append((self.generation, wires))
+
+    def _keep_cutting(self, before: set[tuple[int, int]]) -> None:
+        while self._before_forming is before:
             sockets.cut(sockets.established(sockets.open_sockets() - before))
+            time.sleep(CUT_EVERY_S)
 
     def shield(self, on: bool) -> None:
         """Enter or leave a block whose results are thrown away if a fault comes."""
@@ -181,6 +202,7 @@ class Fabric:
         for group in self.groups:
             if group not in shared:
                 group.disconnect()
+        self._retired = [(born, wires) for born, wires in self._retired if born >= generation - 1]
         with self._lock:
             self.interrupted = self.rehearsing = False
             self.cuts = 0

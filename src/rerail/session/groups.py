@@ -142,6 +142,8 @@ class ReplaceableGroup(ProcessGroup):
     def disconnect(self) -> None:
         """Let the wires of an older generation go."""
         self.cut()
+        if self._inner is not None:
+            fabric.retire(self._inner)
         self._inner = None
 
     def shutdown(self) -> None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rerail.config import settings_of_rank
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
 from rerail.session import groups
 from rerail.session.c10d import HashStore, Store
@@ -49,7 +50,7 @@ def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None)
     place = Place(assignment.rank, assignment.world_size, local_rank, device)
     replaceable = not dist.is_initialized()
     link.send(Joined(rank=assignment.rank, generation=assignment.generation, replaceable=replaceable))
-    link.start_beating(float(os.environ.get("RERAIL_BEAT_S", "0.1")))
+    link.start_beating(settings_of_rank().beat_s)
     if not replaceable:
         if assignment.rank == 0:
             print(
@@ -59,8 +60,8 @@ def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None)
             )
         return Job(None, place)
     _wire_up(link, assignment)
-    fabric.address = assignment.store_bind
-    fabric.inner_backend = backend or _default_backend(device)
+    fabric.address = assignment.address
+    fabric.inner_backend = _with_cpu_side(backend or _default_backend(device))
     if "nccl" in fabric.inner_backend:
         _leave_nccl_errors_to_us()
     groups.register()
@@ -143,6 +144,11 @@ def _device(local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def _with_cpu_side(backend: str) -> str:
+    """rerail moves small things by CPU tensors, so NCCL alone is not enough."""
+    return "cpu:gloo,cuda:nccl" if backend in ("nccl", "cuda:nccl") else backend
 
 
 def _default_backend(device: torch.device) -> str:

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ class AgentLink:
         self.assignment: Assign | None = None
         self.clock: StepClock | None = None
         self.arena_fd = -1
+        self.assigned_at = 0.0
         self.on_interrupt: Callable[[Interrupt], None] = lambda interrupt: None
         self.pending_since: Callable[[], int] = lambda: 0
         """When the newest unfinished collective began (monotonic ns), 0 when none is; asked by the beat thread."""
@@ -131,6 +133,7 @@ class AgentLink:
                 os.close(fds[0])
                 self.arena_fd = fds[1]
                 self.clock.reset(message.generation)
+                self.assigned_at = time.monotonic()
             elif isinstance(message, Interrupt):
                 newest = self.newest_interrupt
                 if newest is not None and newest.generation >= message.generation:

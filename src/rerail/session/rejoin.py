@@ -46,7 +46,6 @@ class Rejoiner:
         """Whether the state in memory is that of `job._version`, whole."""
         self._training = False
         self._phases: dict[str, float] = {}
-        self._since = time.monotonic()
 
     # --- before the first step ---
 
@@ -58,7 +57,7 @@ class Rejoiner:
             self._intact = self._training = True
             self._job._announce = fabric.generation
             return
-        self._phases["build"] = time.monotonic() - self._since
+        self._phases["build"] = time.monotonic() - self._link.assigned_at
         clock = self._link.clock
         left = clock.read_small() if clock is not None else {}
         self._inherited = {version: decode(data) for version, data in left.items()}
@@ -180,13 +179,15 @@ class Rejoiner:
             return newest
         asked = self._assignment
         if asked.generation > fabric.generation:
-            return Interrupt(generation=asked.generation, store_rank=asked.store_rank, store_bind=asked.store_bind)
+            return Interrupt(generation=asked.generation, store_rank=asked.store_rank)
         return self._link.wait_for_verdict(fabric.generation)
 
     def _park(self, wanted: Interrupt, in_guard: bool) -> None:
         job, port = self._job, 0
         if wanted.store_rank == job.rank:
             self._served, port = fabric.serve()
+        if fabric.cuts:
+            self._phases["run_out"] = time.monotonic() - fabric.cut_at
         arena = job._snapshots.arena
         smalls = set(self._inherited) | set(arena.small_versions() if arena else ())
         if job._small is not None:
@@ -204,13 +205,18 @@ class Rejoiner:
                 in_training=self._training and job._attempts >= WARM_ATTEMPTS,
                 small_versions=tuple(sorted(smalls)),
                 snapshots=arena.versions() if arena else (),
-                replicas=job._tracked.replicas(job.rank, job.world_size),
+                replicas=self._replicas(),
                 in_guard=in_guard,
                 guards=job._guards,
                 store_port=port,
                 phases=self._phases,
             )
         )
+
+    def _replicas(self) -> tuple[int, ...]:
+        """Who holds the same; nobody, if buffers that change here alone are too large for the step journal."""
+        job = self._job
+        return (job.rank,) if job._buffers.too_large else job._tracked.replicas(job.rank, job.world_size)
 
     def _form(self, plan: Plan) -> None:
         job, started = self._job, time.monotonic()

@@ -82,9 +82,8 @@ def tensors(job: Job, version: int) -> None:
     if job._snapshots.arena is None:
         raise StateError(f"rank {job.rank} has no snapshots, but version {version} is to come from one")
     snapshot = job._snapshots.arena.read(version)
-    table = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in snapshot.tensors.items()]
     with torch.no_grad():
-        for target, (_, saved) in zip(job._tracked.prepare(table), snapshot.tensors.items(), strict=True):
+        for target, (_, saved) in zip(job._tracked.prepare(snapshot.table), snapshot.tensors.items(), strict=True):
             target.copy_(saved)
     job._tracked.forget_unnamed(set(snapshot.tensors))
     # Before anything is sent on: who takes this rank's state takes its schedule, too.

@@ -1,6 +1,6 @@
 """The random state of this process, of every kind, as one value that can be written down and put back.
 
-Called by `session.state` at every step boundary; kept fast for that reason.
+Called by `session.job` at every step boundary; kept fast for that reason.
 """
 
 from __future__ import annotations

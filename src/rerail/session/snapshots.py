@@ -29,9 +29,9 @@ _SEAL = struct.Struct("<qQII")  # version, length of meta, crc of meta, crc of t
 
 
 class Meta(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot holds: (name, dtype, shape, offset) of every tensor, then the small state of the same version."""
+    """What a slot holds: (name, dtype, shape, device, offset) of every tensor, then the small state of the same version."""
 
-    table: list[tuple[str, str, list[int], int]]
+    table: list[tuple[str, str, list[int], str, int]]
     small: bytes
 
 
@@ -41,6 +41,8 @@ class Snapshot(NamedTuple):
     version: int
     small: bytes
     tensors: dict[str, torch.Tensor]
+    table: list[tuple[str, str, list[int], str]]
+    """What each tensor is, in the same order."""
 
 
 class Arena:
@@ -65,7 +67,7 @@ class Arena:
         """Copy the state into the slot that does not hold the newest version, then seal it."""
         table, size = [], META
         for name, tensor in tensors.items():
-            table.append((name, plain.dtype_name(tensor.dtype), list(tensor.shape), size))
+            table.append((name, plain.dtype_name(tensor.dtype), list(tensor.shape), tensor.device.type, size))
             size += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
         meta = msgspec.msgpack.encode(Meta(table, small))
         if len(meta) > META:
@@ -76,7 +78,7 @@ class Arena:
         slot = sealed.get(version, 1 - sealed[max(sealed)] if sealed else 0)
         _SEAL.pack_into(memory, _seal_at(slot), -1, 0, 0, 0)
         base = HEADER + slot * self._slot_bytes
-        for (_, _, _, offset), tensor in zip(table, tensors.values(), strict=True):
+        for (*_, offset), tensor in zip(table, tensors.values(), strict=True):
             if tensor.numel():
                 view = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=base + offset)
                 view.view(tensor.shape).copy_(tensor)
@@ -89,13 +91,13 @@ class Arena:
         memory, meta = self._memory(), self._meta(version)
         base = HEADER + self._slot_of(version) * self._slot_bytes
         tensors = {}
-        for name, dtype, shape, offset in meta.table:
+        for name, dtype, shape, _, offset in meta.table:
             count, kind = math.prod(shape), plain.dtype_of(dtype)
             flat = torch.empty(0, dtype=kind)
             if count:
                 flat = torch.frombuffer(memory, dtype=kind, count=count, offset=base + offset)
             tensors[name] = flat.view(shape)
-        return Snapshot(version, meta.small, tensors)
+        return Snapshot(version, meta.small, tensors, [entry[:4] for entry in meta.table])
 
     # --- the file ---
 

@@ -7,7 +7,6 @@ early steps: often enough to lose little, rarely enough to cost no more than the
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from rerail.config import settings_of_rank
 from rerail.errors import StateError
 from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.link import AgentLink
@@ -38,10 +38,10 @@ class Snapshotter:
     def __init__(self, job: Job, link: AgentLink | None) -> None:
         self._job = job
         self.arena = Arena(link.arena_fd) if link is not None and link.arena_fd >= 0 else None
-        fixed = int(float(os.environ.get("RERAIL_SNAPSHOT_EVERY", "0") or 0))
-        self._fixed = fixed > 0
-        self.every = fixed or UNTIL_AGREED
-        self._share = float(os.environ.get("RERAIL_SNAPSHOT_COST", "") or 0.005)
+        settings = settings_of_rank()
+        self._fixed = settings.snapshot_every > 0
+        self.every = settings.snapshot_every or UNTIL_AGREED
+        self._share = max(settings.snapshot_cost, 1e-6)
         self._took_s = 0.0
 
     def take_if_due(self, small: Small) -> None:
@@ -49,7 +49,8 @@ class Snapshotter:
         job = self._job
         if self.arena is None or job._version % self.every or job._version in self.arena.small_versions():
             return
-        keeper = min(job._tracked.replicas(job.rank, job.world_size)) == job.rank
+        replicas = job._tracked.replicas(job.rank, job.world_size)
+        keeper = job._buffers.too_large or min(replicas) == job.rank
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))

@@ -19,6 +19,13 @@ from rerail.errors import StateError
 from rerail.session import plain
 
 Named = dict[str, torch.Tensor]
+Entry = tuple[str, str, list[int], str]
+"""Name, type, shape and kind of device of one tensor."""
+
+
+def table_of(tensors: Named) -> list[Entry]:
+    """What a receiver must know to make room for these tensors."""
+    return [(name, plain.dtype_name(t.dtype), list(t.shape), t.device.type) for name, t in tensors.items()]
 
 
 class Tracked:
@@ -75,14 +82,15 @@ class Tracked:
             plain.take_out_tensors(value.state_dict(), name, found)
         return found
 
-    def prepare(self, table: list[tuple[str, str, list[int]]]) -> list[torch.Tensor]:
-        """Tensors to receive into, one for each (name, dtype, shape) of the sender; lazy optimizer state is made."""
+    def prepare(self, table: list[Entry]) -> list[torch.Tensor]:
+        """Tensors to receive into, one for each entry of the sender's table; lazy optimizer state is made."""
         mine = self.tensors()
         result = []
-        for name, dtype, shape in table:
+        for entry in table:
+            name, dtype, shape, _ = entry
             tensor = mine.get(name)
             if tensor is None:
-                tensor = self._make(name, dtype, shape)
+                tensor = self._make(entry)
             if list(tensor.shape) != shape or plain.dtype_name(tensor.dtype) != dtype:
                 raise StateError(
                     f"{name} is {plain.dtype_name(tensor.dtype)}{list(tensor.shape)} here, but {dtype}{shape} in the "
@@ -100,14 +108,20 @@ class Tracked:
                     if f"{name}:{index}:{key}" not in names:
                         del state[key]
 
-    def _make(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:
+    def _make(self, entry: Entry) -> torch.Tensor:
+        name, dtype, shape, device = entry
         parts = name.split(":")
         if len(parts) != 3 or parts[0] not in self.optimizers:
             return torch.empty(shape, dtype=plain.dtype_of(dtype))
         optimizer = self.optimizers[parts[0]]
         parameter = _parameters_of(optimizer)[int(parts[1])]
         like_parameter = list(_local(parameter).shape) == shape and plain.dtype_name(parameter.dtype) == dtype
-        made = torch.empty_like(parameter) if like_parameter else torch.empty(shape, dtype=plain.dtype_of(dtype))
+        place = parameter.device if device == parameter.device.type else torch.device(device)
+        made = (
+            torch.empty_like(parameter)
+            if like_parameter
+            else torch.empty(shape, dtype=plain.dtype_of(dtype), device=place)
+        )
         optimizer.state[parameter][parts[2]] = made
         return _local(made)
 

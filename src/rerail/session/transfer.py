@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 from rerail.runtime.wire import Plan
 from rerail.session import plain
-from rerail.session.tracked import Tracked
+from rerail.session.tracked import Entry, Tracked, table_of
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What the sender is about to send: (name, dtype, shape) of every tensor, and the small objects."""
+    """What the sender is about to send: what each tensor is, and the small objects."""
 
-    table: list[tuple[str, str, list[int]]]
+    table: list[Entry]
     objects: bytes
     snapshot_every: int
 
@@ -41,8 +41,7 @@ def exchange(plan: Plan, job: Job) -> None:
 
 def _send(receiver: int, tracked: Tracked, snapshot_every: int) -> None:
     tensors = tracked.tensors()
-    table = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
-    head = msgspec.msgpack.encode(Header(table, tracked.small_objects(scalars=True), snapshot_every))
+    head = msgspec.msgpack.encode(Header(table_of(tensors), tracked.small_objects(scalars=True), snapshot_every))
     dist.send(torch.tensor([len(head)], dtype=torch.int64), receiver)
     dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), receiver)
     for tensor in tensors.values():
@@ -66,7 +65,7 @@ def _receive(sender: int, tracked: Tracked) -> int:
             whole = tensor.contiguous()
             dist.recv(whole, sender)
             tensor.copy_(whole)
-    tracked.forget_unnamed({name for name, _, _ in header.table})
-    named = {name: tensor for (name, _, _), tensor in zip(header.table, received, strict=True)}
+    tracked.forget_unnamed({name for name, *_ in header.table})
+    named = {name: tensor for (name, *_), tensor in zip(header.table, received, strict=True)}
     tracked.load_small_objects(header.objects, named)
     return header.snapshot_every
