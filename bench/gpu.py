@@ -115,14 +115,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name contains this; undisturbed runs are always made")
     args = parser.parse_args()
     rows, failed = [], False
     for style, backend in (("ddp", "nccl"), ("fsdp", "nccl"), ("ddp", "gloo")):
         common = ("--style", style, "--backend", backend)
+        if not any(args.only in f"{style}/{backend} {signum}" for signum in ("SIGKILL", "SIGSTOP")):
+            continue
         quiet = case(f"{style}/{backend} undisturbed", args.ranks, None, *common)
         rows.append(quiet)
         print(json.dumps(quiet), flush=True)
         for signum in (signal.SIGKILL, signal.SIGSTOP):
+            if args.only not in f"{style}/{backend} {signum.name}":
+                continue
             try:
                 row = case(f"{style}/{backend} {signum.name}", args.ranks, signum, *common)
                 row["identical"] = row["digest"] == quiet["digest"]

@@ -82,7 +82,7 @@ def _warm_up() -> None:
 
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.AdamW([weight])
-        (weight * 2).sum().backward()
+        (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         import torch.nn.parallel
 

@@ -202,7 +202,7 @@ class Fabric:
         for group in self.groups:
             if group not in shared:
                 group.disconnect()
-        self._retired = [(born, wires) for born, wires in self._retired if born >= generation - 1]
+        self._retired = [(born, old) for born, old in self._retired if born >= generation - 1]
         with self._lock:
             self.interrupted = self.rehearsing = False
             self.cuts = 0

@@ -82,7 +82,9 @@ def _leave_nccl_errors_to_us() -> None:
     """torch's own watchdog ends the process when a peer is lost; here the process is what we want to keep."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # it holds up the abort for a minute
+    # Its record of past collectives is written before an abort goes through, which would otherwise take a minute.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")
 
 
 def _wire_up(link: AgentLink, assignment: Assign) -> None:
