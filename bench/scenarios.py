@@ -31,8 +31,8 @@ SMALL = ["--layers", "2", "--width", "64", "--vocabulary", "256"]
 """A model whose step takes milliseconds, for scenarios that count recoveries instead of timing them."""
 
 
-USUAL = ["--layers", "4", "--width", "128", "--vocabulary", "1024"]
-"""About a million parameters: a step takes tens of milliseconds here, as one does on the accelerator it is made for."""
+USUAL = ["--layers", "2", "--width", "128", "--vocabulary", "512"]
+"""Half a million parameters: a step takes tens of milliseconds here, as one does on the accelerator it is made for."""
 LARGE = ["--layers", "8", "--width", "256", "--vocabulary", "8192"]
 """10.5 million parameters, as in the study of the peers: here a step takes most of a second, and one is replayed."""
 

@@ -6,6 +6,7 @@ in its own, in one order that is the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,10 @@ from rerail.session.tracked import Entry, Tracked, table_of
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
+
+
+PARCEL = 16 << 20
+"""Bytes sent at once, unless a single tensor is larger."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -44,9 +49,9 @@ def _send(receiver: int, tracked: Tracked, snapshot_every: int) -> None:
     head = msgspec.msgpack.encode(Header(table_of(tensors), tracked.small_objects(scalars=True), snapshot_every))
     dist.send(torch.tensor([len(head)], dtype=torch.int64), receiver)
     dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), receiver)
-    for tensor in tensors.values():
-        if tensor.numel():
-            dist.send(tensor.contiguous(), receiver)
+    for parcel in _parcels(list(tensors.values())):
+        whole = parcel[0].contiguous() if len(parcel) == 1 else torch.cat([tensor.reshape(-1) for tensor in parcel])
+        dist.send(whole, receiver)
 
 
 def _receive(sender: int, tracked: Tracked) -> int:
@@ -56,16 +61,35 @@ def _receive(sender: int, tracked: Tracked) -> int:
     dist.recv(head, sender)
     header = msgspec.msgpack.decode(plain.tensor_bytes(head), type=Header)
     received = tracked.prepare(header.table)
-    for tensor in received:
-        if not tensor.numel():
+    for parcel in _parcels(received):
+        if len(parcel) == 1 and parcel[0].is_contiguous():
+            dist.recv(parcel[0], sender)
             continue
-        if tensor.is_contiguous():
-            dist.recv(tensor, sender)
-        else:
-            whole = tensor.contiguous()
-            dist.recv(whole, sender)
-            tensor.copy_(whole)
+        whole = torch.empty(sum(t.numel() for t in parcel), dtype=parcel[0].dtype, device=parcel[0].device)
+        dist.recv(whole, sender)
+        at = 0
+        for tensor in parcel:
+            tensor.copy_(whole[at : at + tensor.numel()].view(tensor.shape))
+            at += tensor.numel()
     tracked.forget_unnamed({name for name, *_ in header.table})
     named = {name: tensor for (name, *_), tensor in zip(header.table, received, strict=True)}
     tracked.load_small_objects(header.objects, named)
     return header.snapshot_every
+
+
+def _parcels(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one type and device travel together: hundreds of small sends would cost more than their bytes."""
+    parcel: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        bytes_ = tensor.numel() * tensor.element_size()
+        alike = parcel and (tensor.dtype, tensor.device) == (parcel[0].dtype, parcel[0].device)
+        if parcel and (not alike or size + bytes_ > PARCEL):
+            yield parcel
+            parcel, size = [], 0
+        parcel.append(tensor)
+        size += bytes_
+    if parcel:
+        yield parcel
