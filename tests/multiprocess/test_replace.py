@@ -60,6 +60,14 @@ def test_a_step_that_raises_once_is_retried_in_place(start: Start, undisturbed: 
     assert not any("Traceback" in line for line in run.output), run.told("no traceback for a repaired error")
 
 
+def test_a_rank_that_raises_behind_its_collectives_takes_the_others_step(start: Start, undisturbed: Digests) -> None:
+    """The others complete the step; the raiser runs it out alone and goes on behind it, in its own process."""
+    run = start("ddp", "40", "--fault", "late@3@20")
+    run.finish()
+    assert kept_their_processes(run), run.pids
+    assert run.digests == undisturbed("ddp", "40"), run.told("the same weights")
+
+
 def test_under_fsdp_a_rank_that_raises_is_replaced(start: Start, undisturbed: Digests) -> None:
     run = start("fsdp", "40", "--fault", "raise@3@20")
     run.finish()

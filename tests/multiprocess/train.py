@@ -116,6 +116,9 @@ def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
             continue
         if name == "raise" and where == "before" and rank == int(victim) and once(f"raise{at}"):
             raise ConnectionError("the object store went away")
+        if name == "late" and where == "after" and rank == int(victim) and once(f"late{at}"):
+            time.sleep(0.5)  # the others complete the step meanwhile
+            raise ConnectionError("the metrics server went away")
         if name == "always" and where == "before" and rank == int(victim):
             raise ValueError("this batch is bad")
         if name == "skew" and where == "after" and not Path(os.environ["TEST_DIR"], f"done{at}").exists():

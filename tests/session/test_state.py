@@ -1,0 +1,121 @@
+"""Small parts of the session: state as bytes, random state, solo collectives, buffers, the step journal, the heard log."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from rerail.errors import StateError
+from rerail.runtime.clock import StepClock, make_page
+from rerail.session import plain, rng, solo
+from rerail.session.buffers import BufferGuard
+from rerail.session.heard import Hearing
+from rerail.session.tracked import Tracked, table_of
+
+
+@pytest.fixture
+def clock() -> Iterator[StepClock]:
+    fd = make_page()
+    page = StepClock(fd)
+    os.close(fd)
+    yield page
+    page.close()
+
+
+def test_plain_state_survives_without_pickle() -> None:
+    state = {"a": [1, 2.5, None, "x"], 3: {"t": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}, "b": b"raw"}
+    back = plain.decode(plain.encode(state, "it"))
+    assert back["a"] == state["a"] and torch.equal(back[3]["t"], state[3]["t"])  # type: ignore[index]
+
+
+def test_state_that_cannot_be_written_down_is_named() -> None:
+    with pytest.raises(StateError, match=r"scheduler holds a builtins\.function"):
+        plain.encode({"f": lambda: 0}, "scheduler")
+
+
+def test_every_random_generator_is_put_back() -> None:
+    before = rng.capture()
+    drawn = (random.random(), torch.rand(2).tolist())
+    rng.restore(before)
+    assert (random.random(), torch.rand(2).tolist()) == drawn
+
+
+def test_alone_a_gather_gives_copies_and_a_receive_zeros() -> None:
+    outputs = [torch.empty(2), torch.empty(2)]
+    solo.carry_out("allgather", ([outputs], [torch.ones(2)]), {}, rank=1, size=2)
+    assert all(output.tolist() == [1.0, 1.0] for output in outputs)
+    own = torch.empty(2)
+    solo.carry_out("_reduce_scatter_base", (own, torch.arange(4.0)), {}, rank=1, size=2)
+    assert own.tolist() == [2.0, 3.0]
+    received = torch.full((3,), 7.0)
+    solo.carry_out("recv", ([received], 0, 0), {}, rank=1, size=2)
+    assert received.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_buffers_that_change_are_learnt_and_put_back() -> None:
+    buffers = {"mean": torch.zeros(2), "mask": torch.ones(2)}
+    guard = BufferGuard(buffers)
+    for _ in range(3):
+        guard.before_step()
+        buffers["mean"] += 1
+        guard.after_step()
+    assert set(guard.to_journal()) == {"mean"}
+    guard.before_step()
+    buffers["mean"] += 10
+    assert guard.restore() and buffers["mean"].tolist() == [3.0, 3.0]
+    guard.advance()
+    assert buffers["mean"].tolist() == [13.0, 13.0]
+    buffers["mask"] += 1
+    guard.before_step()
+    assert not guard.restore(), "a buffer that never changed before has changed: the state is not known to be whole"
+
+
+def test_the_step_journal_keeps_two_versions_and_a_successor_overwrites_the_older(clock: StepClock) -> None:
+    clock.write_small(7, b"seven")
+    clock.write_small(8, b"eight")
+    clock._next_slot = -1  # as in a new process
+    clock.write_small(9, b"nine")
+    assert clock.read_small() == {8: b"eight", 9: b"nine"}
+
+
+def test_what_was_heard_is_heard_again_by_the_successor(clock: StepClock) -> None:
+    first, second = Hearing(), Hearing()
+    first.record(clock)
+    number = first.number("0", "broadcast")
+    first.write("0", "broadcast", number, [torch.tensor([4, 2])])
+    second.play_back(clock)
+    output = torch.zeros(2, dtype=torch.int64)
+    second.play("0", "broadcast", second.number("0", "broadcast"), [output])
+    assert output.tolist() == [4, 2]
+    unheard = torch.zeros(2, dtype=torch.int64)
+    second.play("0", "broadcast", second.number("0", "broadcast"), [unheard])
+    assert unheard.tolist() == [0, 0]
+
+
+def test_lazy_optimizer_state_is_made_for_a_newcomer() -> None:
+    def trained() -> Tracked:
+        tracked, model = Tracked(), nn.Linear(3, 2)
+        tracked.add("model", model)
+        tracked.add("optimizer", torch.optim.AdamW(model.parameters()))
+        return tracked
+
+    giver, taker = trained(), trained()
+    giver.modules["model"](torch.ones(1, 3)).sum().backward()
+    giver.optimizers["optimizer"].step()
+    sent = giver.tensors()
+    for target, tensor in zip(taker.prepare(table_of(sent)), sent.values(), strict=True):
+        target.copy_(tensor)
+    taker.forget_unnamed(set(sent))
+    assert all(torch.equal(sent[name], tensor) for name, tensor in taker.tensors().items())
+    taker.forget_unnamed(set())
+    assert not any(taker.optimizers["optimizer"].state[p] for p in taker.modules["model"].parameters())
+
+
+def test_an_object_without_state_is_refused_with_its_name() -> None:
+    with pytest.raises(StateError, match="sampler"):
+        Tracked().add("sampler", object())
