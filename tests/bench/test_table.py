@@ -48,4 +48,4 @@ def test_table_shows_best_median_and_verdict(tmp_path: Path) -> None:
 def test_benchmark_names_its_scenarios() -> None:
     done = subprocess.run([sys.executable, str(BENCH / "recovery.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--only {recovery,kills,stop,weights,cost,pairs}" in done.stdout
+    assert "--only {recovery,large,kills,stop,weights,cost,pairs}" in done.stdout

@@ -25,7 +25,7 @@ def test_incidents_are_told_in_one_line() -> None:
     assert "found in" not in line
     frozen = incident_line(report(summary="rank 1 frozen", cost=Cost(detect=1.1, t1=0.4)))
     assert "found in 1.10 s" in frozen
-    lost = incident_line(report(code="controller.lost", summary="controller killed", cost=Cost(detect=0.7)))
+    lost = incident_line(report(code="controller.lost", summary="controller killed", attempts=0, cost=Cost(detect=0.7)))
     assert "took over after 0.70 s" in lost
 
 
