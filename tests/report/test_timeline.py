@@ -14,7 +14,7 @@ def line(**changes: object) -> Timeline:
     values: dict[str, object] = {
         "opened": 100.0, "detect_s": 0.2, "parked_at": 100.3, "formed_at": 100.4, "ended": 100.6,
         "fault_version": 12, "resumed_version": 12,
-        "parked": {0: Parked(rank=0, generation=1, version=12, intact=True, in_training=True, phases={"load": 0.1})},
+        "parked": {0: Parked(rank=0, generation=1, version=12, intact=False, in_training=True, phases={"build": 0.1, "run_out": 0.05})},
         "formed": {r: Formed(rank=r, generation=1, version=12, phases={"communication": 0.01 * r, "load": 0.02}) for r in (1, 2)},
         "resumed": {
             0: Resumed(rank=0, generation=1, version=13, step_s=0.05, usual_step_s=0.04),
@@ -29,9 +29,9 @@ def test_each_part() -> None:
     cost = measure(line())
     assert cost.detect == 0.2
     assert cost.t0 == pytest.approx(0.04)
-    assert cost.t1 == pytest.approx(0.2)
+    assert cost.t1 == pytest.approx(0.3)
     assert cost.t2 == pytest.approx(0.02)
-    assert cost.t3 == pytest.approx(0.12)
+    assert cost.t3 == pytest.approx(0.02)
     assert cost.t4 == pytest.approx(0.06)
 
 
@@ -48,6 +48,10 @@ def test_a_restart_nobody_reports_back_from() -> None:
 
 
 def test_phases_follow_each_other() -> None:
-    found = phases(line())
-    assert [p.name for p in found] == ["reschedule", "form", "replay"]
-    assert all(before.end == after.start for before, after in itertools.pairwise(found))
+    stages, told = phases(line())[:3], phases(line())[3:]
+    assert [p.name for p in stages] == ["reschedule", "form", "replay"]
+    assert all(before.end == after.start for before, after in itertools.pairwise(stages))
+    assert [(p.name, p.start, p.end) for p in told] == [
+        ("rank 0: build", 0.0, 0.1),
+        ("rank 0: run out", 0.1, pytest.approx(0.15)),
+    ]
