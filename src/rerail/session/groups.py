@@ -170,7 +170,7 @@ class ReplaceableGroup(ProcessGroup):
                     return finished_work(solo.outputs_of(name, args))
                 fabric.begin(work)
                 settles = name == "allreduce" and self._nccl is None
-                relayed = RelayedWork(work, _listed(args[0]) if settles else None)
+                relayed = RelayedWork(work, solo.outputs_of(name, args) if settles else None)
                 if hearing.active:
                     number = hearing.number(self.key, name)
                     outputs = solo.outputs_of(name, args)
@@ -198,10 +198,6 @@ class ReplaceableGroup(ProcessGroup):
 
     def getGroupDesc(self) -> str:
         return self._desc
-
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _collective(name: str) -> Callable[..., Any]:
