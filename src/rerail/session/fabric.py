@@ -67,6 +67,8 @@ class Fabric:
         self.on_failure: Callable[[str], None] = lambda text: None
         self.on_collective: Callable[[int], None] = lambda count: None
         self.collectives = 0
+        self.wanted = -1
+        """The newest generation an interrupt asked for. Nothing older is formed any more."""
         self.cuts = 0
         """Interrupts since the generation was formed."""
         self.cut_at = 0.0
@@ -121,9 +123,12 @@ class Fabric:
 
     # --- generations ---
 
-    def interrupt(self) -> None:
-        """Void the attempt and free everyone who waits. Any thread."""
+    def interrupt(self, wanted: int) -> None:
+        """Void the attempt and free everyone who waits: generation `wanted` is to be formed. Any thread."""
         with self._lock:
+            if wanted <= self.generation:
+                return
+            self.wanted = max(self.wanted, wanted)
             self.interrupted = True
             if not self.cuts:
                 self.cut_at = time.monotonic()
@@ -190,6 +195,7 @@ class Fabric:
         with self._lock:
             if generation <= self.generation:
                 raise FencedError(f"generation {generation} is not newer than {self.generation}")
+            self._give_way_to_newer(generation)
             self.generation = generation
             self._before_forming = sockets.open_sockets()
         self.store.target = PrefixStore(f"default/{generation}", store)
@@ -204,10 +210,16 @@ class Fabric:
                 group.disconnect()
         self._retired = [(born, old) for born, old in self._retired if born >= generation - 1]
         with self._lock:
+            self._give_way_to_newer(generation)
             self.interrupted = self.rehearsing = False
             self.cuts = 0
             self._newest = None
             self.mode = Mode.LIVE
+
+    def _give_way_to_newer(self, generation: int) -> None:
+        """An interrupt may come at any moment of forming; it must not be forgotten because the wires were laid."""
+        if self.wanted > generation:
+            raise RuntimeError(f"generation {generation} gives way to {self.wanted}")
 
     def _groups_known_to_all(self, generation: int, store: Store) -> list[ReplaceableGroup]:
         """A newcomer has only the groups that construction makes; later ones cannot be rebuilt."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rerail.config import settings_of_rank
+from rerail.errors import JobStopped
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
 from rerail.session import groups
 from rerail.session.c10d import HashStore, Store
@@ -89,8 +90,7 @@ def _leave_nccl_errors_to_us() -> None:
 
 def _wire_up(link: AgentLink, assignment: Assign) -> None:
     def on_interrupt(interrupt: Interrupt) -> None:
-        if interrupt.generation > fabric.generation:
-            fabric.interrupt()
+        fabric.interrupt(interrupt.generation)
 
     def on_failure(text: str) -> None:
         version = link.clock.read().step if link.clock is not None else -1
@@ -119,8 +119,13 @@ def _form_first(link: AgentLink, assignment: Assign) -> None:
         )
     )
     plan = link.wait_for_plan(assignment.generation)
-    connection: Store = served or fabric.dial(plan.store_host, plan.store_port)
-    fabric.form(plan.generation, connection)
+    try:
+        connection: Store = served or fabric.dial(plan.store_host, plan.store_port)
+        fabric.form(plan.generation, connection)
+    except RuntimeError:
+        if fabric.wanted > plan.generation:
+            raise JobStopped(f"generation {fabric.wanted} replaces {plan.generation} while it was formed") from None
+        raise
     link.formed(assignment.rank, plan.generation)
 
 

@@ -1,0 +1,54 @@
+"""Generations: what is newer always wins, whenever it is announced."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from rerail.errors import FencedError
+from rerail.session.c10d import HashStore
+from rerail.session.fabric import Fabric, Mode
+
+
+class LateInterrupt:
+    """A group whose wires are just laid when the next fault is announced."""
+
+    key, own_rank, own_size, members = "world", 0, 1, (0,)
+
+    def __init__(self, fabric: Fabric, wanted: int) -> None:
+        self._fabric, self._wanted = fabric, wanted
+
+    def connect(self, store: object) -> None:
+        self._fabric.interrupt(self._wanted)
+
+    def cut(self) -> None:
+        """It has no wires."""
+
+
+def test_an_interrupt_while_wires_are_laid_is_not_forgotten() -> None:
+    fabric = Fabric()
+    fabric.groups.append(cast("Any", LateInterrupt(fabric, wanted=2)))
+    with pytest.raises(RuntimeError, match="generation 1 gives way to 2"):
+        fabric.form(1, HashStore())
+    assert fabric.interrupted
+    assert fabric.mode is not Mode.LIVE
+    fabric.form(2, HashStore())
+    assert fabric.mode is Mode.LIVE
+    assert not fabric.interrupted
+
+
+def test_an_interrupt_before_the_plan_is_carried_out_is_not_forgotten() -> None:
+    fabric = Fabric()
+    fabric.interrupt(3)
+    with pytest.raises(RuntimeError, match="generation 2 gives way to 3"):
+        fabric.form(2, HashStore())
+
+
+def test_an_old_interrupt_does_not_void_a_newer_generation() -> None:
+    fabric = Fabric()
+    fabric.form(4, HashStore())
+    fabric.interrupt(4)
+    assert fabric.mode is Mode.LIVE
+    with pytest.raises(FencedError, match="not newer"):
+        fabric.form(4, HashStore())
