@@ -187,7 +187,7 @@ def main() -> int:
     for name in args.only or SCENARIOS:
         print(f"{name}: {SCENARIOS[name].__doc__}", file=sys.stderr, flush=True)
         try:
-            found = SCENARIOS[name](folder, Scale(args.quick))
+            found = SCENARIOS[name](folder / name, Scale(args.quick))
             figures += found
             print(f"{render(found)}\n", file=sys.stderr, flush=True)  # a long run that is broken off has told something
         except Exception as error:  # one broken scenario must not hide the others' figures; it counts as missed

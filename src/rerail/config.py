@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_restarts: int = 3
     """Restarts of all ranks before the job is given up with exit code 1. 3: what torchrun's users commonly set."""
     no_progress_limit: int = 3
-    """Incidents without one new completed step in between before the job is stopped with exit code 93."""
+    """Times the same fault may hit the same ranks without one new completed step before the job is stopped with exit code 93. Different faults may be five times as many."""
     hang_floor_s: float = 2.0
     """Seconds without progress below which no rank is called hung, however short its steps are."""
     hang_factor: float = 3.0

@@ -120,6 +120,15 @@ def test_budget_counts_standing_still_and_forgets_when_training_moves() -> None:
     assert budget.note(KILLED, 11, aware=True).stuck == 1
 
 
+def test_budget_lets_different_faults_be_bad_luck_but_not_for_ever() -> None:
+    budget = Budget()
+    for rank in range(5):
+        budget = budget.note(diagnosis(ranks=(rank,), lost=(rank,)), 10, aware=True)
+    assert (budget.stuck, budget.standing) == (1, 5)
+    assert decide(KILLED, budget=budget).rung is Rung.REPLACE_RANK
+    assert decide(KILLED, budget=Budget(stuck=1, standing=15)).rule == "no-progress"
+
+
 def test_budget_counts_raises_of_one_step() -> None:
     once = Budget().note(diagnosis(step=5), 5, aware=True)
     twice = once.note(diagnosis(step=5), 5, aware=True)

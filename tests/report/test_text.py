@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rerail.cli import incidents as incidents_command
@@ -13,7 +14,8 @@ from rerail.cli import report as report_command
 from rerail.cli import status as status_command
 from rerail.cli.main import main
 from rerail.errors import UsageError
-from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Recovery, Report, Role, Rung, Signal
+from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Phase, Recovery, Report, Role, Rung, Signal
+from rerail.report.compose import one_line
 from rerail.report.summary import find_run
 from rerail.report.text import bar, table
 from rerail.runtime.journal import FILE_NAME, Journal
@@ -133,3 +135,15 @@ def test_commands_have_the_same_shape() -> None:
 def test_bars_show_anything_above_zero() -> None:
     assert bar(0.0, 5.0) == "" and bar(0.0001, 5.0) == "▏" and bar(5.0, 5.0) == "█" * 20
     assert table([]) == "no incidents"
+
+
+def test_the_line_of_a_repair_tells_its_whole_time_not_that_of_its_last_phase() -> None:
+    recovery, report = (record for _, record in incident(1)[-2:])
+    assert isinstance(recovery, Recovery) and isinstance(report, Report)
+    phases = (
+        Phase(name="reschedule", start=0.0, end=0.1),
+        Phase(name="replay", start=0.1, end=0.34),
+        Phase(name="rank 0: run out", start=0.0, end=0.002),
+    )
+    line = one_line(report, msgspec.structs.replace(recovery, phases=phases))
+    assert "replaced in 0.34 s" in line

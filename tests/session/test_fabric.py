@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any, cast
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from rerail.errors import FencedError
 from rerail.session.c10d import HashStore
 from rerail.session.fabric import Fabric, Mode
+from rerail.session.store import dial
 
 
 class LateInterrupt:
@@ -30,10 +33,10 @@ def test_an_interrupt_while_wires_are_laid_is_not_forgotten() -> None:
     fabric = Fabric()
     fabric.groups.append(cast("Any", LateInterrupt(fabric, wanted=2)))
     with pytest.raises(RuntimeError, match="generation 1 gives way to 2"):
-        fabric.form(1, HashStore())
+        fabric.form(1, HashStore)
     assert fabric.interrupted
     assert fabric.mode is not Mode.LIVE
-    fabric.form(2, HashStore())
+    fabric.form(2, HashStore)
     assert fabric.mode is Mode.LIVE
     assert not fabric.interrupted
 
@@ -42,13 +45,34 @@ def test_an_interrupt_before_the_plan_is_carried_out_is_not_forgotten() -> None:
     fabric = Fabric()
     fabric.interrupt(3)
     with pytest.raises(RuntimeError, match="generation 2 gives way to 3"):
-        fabric.form(2, HashStore())
+        fabric.form(2, HashStore)
 
 
 def test_an_old_interrupt_does_not_void_a_newer_generation() -> None:
     fabric = Fabric()
-    fabric.form(4, HashStore())
+    fabric.form(4, HashStore)
     fabric.interrupt(4)
     assert fabric.mode is Mode.LIVE
     with pytest.raises(FencedError, match="not newer"):
-        fabric.form(4, HashStore())
+        fabric.form(4, HashStore)
+
+
+def test_a_store_whose_host_is_gone_is_noticed_at_once() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(RuntimeError, match="is gone"):
+            dial("127.0.0.1", port, given_up=lambda: False)
+
+
+def test_an_interrupt_frees_a_rank_that_waits_for_a_frozen_store() -> None:
+    fabric = Fabric()
+    with socket.socket() as frozen:
+        frozen.bind(("127.0.0.1", 0))
+        frozen.listen()
+        port = frozen.getsockname()[1]
+        later = threading.Timer(0.3, fabric.interrupt, args=(2,))
+        later.start()
+        with pytest.raises(RuntimeError, match="cannot be reached"):
+            fabric.form(1, lambda: fabric.dial("127.0.0.1", port))
+        later.join()

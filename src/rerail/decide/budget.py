@@ -2,9 +2,10 @@
 
 Pure; the values live in the journal and so survive the controller. Called by `decide.choose` and `runtime.controller`.
 
-Repairs in place are free as long as training moves between them. What is counted is standing still: incidents without a
-step that had never been completed before. A script that knows nothing of rerail has no steps; there the same
-exception on the same rank counts as standing still.
+Repairs in place are free as long as training moves between them. What is counted is standing still: the same fault of the
+same ranks without a step in between that had never been completed before. Several different faults within one snapshot
+interval are bad luck, and allowed more often. A script that knows nothing of rerail has no steps; there the same exception
+on the same rank counts as standing still.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     restarts_used: int = 0
     high_version: int = -1
     """The highest version any rank had completed when the last incident was counted."""
+    fault: str = ""
+    """Code and ranks of the last incident."""
     stuck: int = 0
-    """Incidents, the current one included, since a new step was completed."""
+    """Incidents with that fault in a row, the current one included, since a new step was completed."""
+    standing: int = 0
+    """Incidents of any kind, the current one included, since a new step was completed."""
     raised_version: int = -1
     raised_count: int = 0
     """How often the step after `raised_version` has raised."""
@@ -34,11 +39,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         moved = high_version > self.high_version
         raised = not diagnosis.lost and diagnosis.rule not in ("collective-alone", "takeover")
         again = raised and diagnosis.step == self.raised_version and not moved
+        fault = f"{diagnosis.code}|{','.join(map(str, sorted(diagnosis.ranks)))}"
         key = "" if aware else f"{diagnosis.code}|{diagnosis.summary}"
         return Budget(
             restarts_used=self.restarts_used,
             high_version=max(high_version, self.high_version),
-            stuck=1 if moved else self.stuck + 1,
+            fault=fault,
+            stuck=self.stuck + 1 if fault == self.fault and not moved else 1,
+            standing=1 if moved else self.standing + 1,
             raised_version=diagnosis.step if raised else self.raised_version,
             raised_count=(self.raised_count + 1 if again else 1) if raised else (0 if moved else self.raised_count),
             error_key=key,

@@ -49,9 +49,14 @@ class Rule(msgspec.Struct, frozen=True):
     exit_code: int = 0
 
 
+BAD_LUCK = 5
+"""Different faults in a row may be this many times as many as the same one before the job counts as standing still."""
+
+
 def _stands_still(_: Diagnosis, now: Situation) -> bool:
-    incidents = now.budget.stuck if now.aware else now.budget.error_count
-    return incidents >= now.no_progress_limit
+    if not now.aware:
+        return now.budget.error_count >= now.no_progress_limit
+    return now.budget.stuck >= now.no_progress_limit or now.budget.standing >= BAD_LUCK * now.no_progress_limit
 
 
 UNBROKEN = ("collective-alone", "takeover")

@@ -97,7 +97,7 @@ def controller_lost(diagnosis: Diagnosis, number: int, down_s: float, links: tup
 
 def one_line(report: Report, recovery: Recovery) -> str:
     """What the user reads while the job runs."""
-    took = f"{recovery.phases[-1].end:.2f} s" if recovery.phases else ""
+    took = f"{max(phase.end for phase in recovery.phases):.2f} s" if recovery.phases else ""
     if report.rung is Rung.STOP:
         return f"{report.summary}: stopped, {recovery.detail}"
     if not report.ok:

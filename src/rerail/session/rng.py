@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from array import array
+from typing import Any
 
 import msgspec
 import torch
 
 from rerail.session.c10d import cuda_in_use
+
+_WORDS = struct.Struct("625I")
+_NUMPY_WORDS = 625 * 4
+"""Bytes of NumPy's Mersenne Twister in memory: 624 words and the position."""
+_numpy_seen: tuple[bytes, tuple[bytes, int, int, float]] | None = None
+"""NumPy's state as last taken down: as it lay in memory, and what it meant."""
 
 
 class RandomState(msgspec.Struct, frozen=True, array_like=True):
@@ -30,7 +38,7 @@ def capture() -> RandomState:
     """The state right now."""
     _, words, gauss = random.getstate()
     return RandomState(
-        array("I", words).tobytes(),
+        _WORDS.pack(*words),
         gauss,
         _bytes(torch.get_rng_state()),
         _numpy_state(),
@@ -40,6 +48,8 @@ def capture() -> RandomState:
 
 def restore(state: RandomState) -> None:
     """Put a captured state back."""
+    global _numpy_seen
+    _numpy_seen = None
     words = array("I")
     words.frombytes(state.python)
     random.setstate((3, tuple(words), state.python_gauss))
@@ -56,15 +66,26 @@ def restore(state: RandomState) -> None:
 
 
 def _numpy_state() -> tuple[bytes, int, int, float] | None:
+    """Asking NumPy takes longer than all the rest, so it is asked only when its memory has changed.
+
+    A number kept back by its normal distribution is not part of that memory; while there is one, NumPy is always asked.
+    """
+    global _numpy_seen
     if "numpy" not in sys.modules:
         return None
     import numpy
 
-    state = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
+    generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator).__name__ != "MT19937":
         return None
+    memory = ctypes.string_at(generator.ctypes.state_address, _NUMPY_WORDS)
+    if _numpy_seen is not None and _numpy_seen[0] == memory and not _numpy_seen[1][2]:
+        return _numpy_seen[1]
+    state = numpy.random.get_state(legacy=False)
     inner = state["state"]
-    return inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
+    found = inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
+    _numpy_seen = memory, found
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -1,0 +1,44 @@
+"""Every generator goes on exactly where it was, however it was drawn from before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+
+from rerail.session import rng
+
+
+def draw() -> list[float]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(torch.rand(1)),
+        float(numpy.random.rand()),
+        float(numpy.random.randn()),
+    ]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda: None,
+        lambda: numpy.random.randn(),  # keeps a number back
+        lambda: numpy.random.randn(2),
+        lambda: (numpy.random.randn(), rng.capture(), numpy.random.randn()),  # gives it out without a new draw
+        lambda: numpy.random.seed(7),
+        lambda: random.gauss(0, 1),
+    ],
+)
+def test_draws_after_a_restore_are_those_after_the_capture(before: Callable[[], object]) -> None:
+    rng.capture()
+    before()
+    state = rng.capture()
+    wanted = draw()
+    rng.restore(state)
+    assert draw() == wanted
+    rng.restore(state)
+    assert rng.capture() == state
