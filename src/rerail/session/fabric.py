@@ -184,22 +184,26 @@ class Fabric:
         return self._served, port
 
     def dial(self, host: str, port: int) -> Store:
-        """Connect to the store of the generation about to be formed. An interrupt cuts that connection."""
-        before = sockets.open_sockets()
-        connection = dial(host, port)
+        """Connect to the store of the generation being formed. An interrupt cuts that connection."""
+        before, generation = sockets.open_sockets(), self.generation
+        connection = dial(host, port, given_up=lambda: self.wanted > generation)
         self._store_connections = sockets.established(sockets.open_sockets() - before)
         return connection
 
-    def form(self, generation: int, store: Store) -> None:
-        """Build the wires of all groups for `generation`. Raises if it cannot be completed."""
+    def form(self, generation: int, meet: Callable[[], Store]) -> None:
+        """Build the wires of all groups for `generation`, which meets in the store that `meet` gives.
+
+        RuntimeError if it cannot be completed.
+        """
         with self._lock:
             if generation <= self.generation:
                 raise FencedError(f"generation {generation} is not newer than {self.generation}")
             self._give_way_to_newer(generation)
             self.generation = generation
             self._before_forming = sockets.open_sockets()
-        self.store.target = PrefixStore(f"default/{generation}", store)
         try:
+            store = meet()
+            self.store.target = PrefixStore(f"default/{generation}", store)
             shared = self._groups_known_to_all(generation, store)
             for group in shared:
                 group.connect(PrefixStore(f"groups/{generation}/{group.key}", store))

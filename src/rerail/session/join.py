@@ -17,7 +17,7 @@ from rerail.config import settings_of_rank
 from rerail.errors import JobStopped
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
 from rerail.session import groups
-from rerail.session.c10d import HashStore, Store
+from rerail.session.c10d import HashStore
 from rerail.session.fabric import fabric, hearing
 from rerail.session.job import Job, Place
 from rerail.session.link import AgentLink, connect
@@ -120,8 +120,7 @@ def _form_first(link: AgentLink, assignment: Assign) -> None:
     )
     plan = link.wait_for_plan(assignment.generation)
     try:
-        connection: Store = served or fabric.dial(plan.store_host, plan.store_port)
-        fabric.form(plan.generation, connection)
+        fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port))
     except RuntimeError:
         if fabric.wanted > plan.generation:
             raise JobStopped(f"generation {fabric.wanted} replaces {plan.generation} while it was formed") from None

@@ -220,11 +220,8 @@ class Rejoiner:
 
     def _form(self, plan: Plan) -> None:
         job, started = self._job, time.monotonic()
-        if plan.store_rank == job.rank and self._served is not None:
-            connection = self._served
-        else:
-            connection = fabric.dial(plan.store_host, plan.store_port)
-        fabric.form(plan.generation, connection)
+        served = self._served if plan.store_rank == job.rank else None
+        fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port))
         connected = time.monotonic()
         # From here until all is loaded this rank is not whole, and a fault must not find it called so.
         self._intact = self._intact and plan.sources[job.rank].kind == "own"

@@ -8,11 +8,15 @@ store of the current generation. Called by `session.fabric`.
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from rerail.session.c10d import HashStore, Store, TCPStore
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
+TRY = timedelta(seconds=2)
+"""One of several tries to connect, between which an interrupt is noticed."""
 
 
 class ReplaceableStore(Store):
@@ -64,6 +68,18 @@ def serve(address: str) -> tuple[TCPStore, int]:
     return store, port
 
 
-def dial(address: str, port: int) -> TCPStore:
-    """Connect to the store of a generation."""
-    return TCPStore(address, port, None, False, CONNECT_TIMEOUT, wait_for_workers=False)
+def dial(address: str, port: int, given_up: Callable[[], bool]) -> TCPStore:
+    """Connect to the store of a generation. RuntimeError as soon as its host is gone or the generation is given up."""
+    until = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
+    while True:
+        try:
+            # torch goes on knocking at a closed door; the store was open before its port was told, so closed means gone
+            socket.create_connection((address, port), TRY.total_seconds()).close()
+            store = TCPStore(address, port, None, False, TRY, wait_for_workers=False)
+            store.set_timeout(CONNECT_TIMEOUT)
+            return store
+        except ConnectionRefusedError:
+            raise RuntimeError(f"the store at {address}:{port} is gone") from None
+        except (OSError, RuntimeError) as error:
+            if given_up() or time.monotonic() > until:
+                raise RuntimeError(f"the store at {address}:{port} cannot be reached: {error}") from error
