@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import Any, cast
 
 import pytest
@@ -25,6 +26,12 @@ class LateInterrupt:
     def connect(self, store: object) -> None:
         self._fabric.interrupt(self._wanted)
 
+    def adopt(self, wires: None) -> None:
+        """It has no wires."""
+
+    def disconnect(self) -> None:
+        """It has no wires."""
+
     def cut(self) -> None:
         """It has no wires."""
 
@@ -39,6 +46,24 @@ def test_an_interrupt_while_wires_are_laid_is_not_forgotten() -> None:
     fabric.form(2, HashStore)
     assert fabric.mode is Mode.LIVE
     assert not fabric.interrupted
+
+
+class NeverCalled(LateInterrupt):
+    """A group that waits for a peer which is dead: there is no connection that could be cut."""
+
+    def connect(self, store: object) -> None:
+        threading.Event().wait(20)
+
+
+def test_an_interrupt_frees_a_rank_that_waits_to_be_called_by_a_dead_peer() -> None:
+    fabric = Fabric()
+    fabric.groups.append(cast("Any", NeverCalled(fabric, wanted=0)))
+    later = threading.Timer(0.1, fabric.interrupt, args=(2,))
+    later.start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="generation 1 gives way to 2"):
+        fabric.form(1, HashStore)
+    assert time.monotonic() - began < 10
 
 
 def test_an_interrupt_before_the_plan_is_carried_out_is_not_forgotten() -> None:
@@ -73,6 +98,6 @@ def test_an_interrupt_frees_a_rank_that_waits_for_a_frozen_store() -> None:
         port = frozen.getsockname()[1]
         later = threading.Timer(0.3, fabric.interrupt, args=(2,))
         later.start()
-        with pytest.raises(RuntimeError, match="cannot be reached"):
+        with pytest.raises(RuntimeError, match="gives way"):
             fabric.form(1, lambda: fabric.dial("127.0.0.1", port))
         later.join()

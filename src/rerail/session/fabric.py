@@ -19,15 +19,16 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from rerail.errors import FencedError, StepInterrupted
 from rerail.session import sockets
-from rerail.session.c10d import PrefixStore, Store
+from rerail.session.c10d import PrefixStore, Store, cuda_in_use
 from rerail.session.heard import Hearing
 from rerail.session.store import ReplaceableStore, dial, serve
 
 if TYPE_CHECKING:
-    from rerail.session.groups import ReplaceableGroup
+    from rerail.session.groups import ReplaceableGroup, Wires
 
 
 CUT_EVERY_S = 0.02
@@ -73,6 +74,8 @@ class Fabric:
         """Interrupts since the generation was formed."""
         self.cut_at = 0.0
         self._before_forming: set[tuple[int, int]] | None = None
+        self._laid = threading.Event()
+        """Set when the wires of the generation being formed are laid, or not wanted any more."""
         self._retired: list[tuple[int, object]] = []
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
@@ -135,6 +138,7 @@ class Fabric:
             self.cuts += 1
             self._leave_peers()
             groups, before, store = list(self.groups), self._before_forming, self._store_connections
+            self._laid.set()
         for group in groups:
             group.cut()
         sockets.cut(store)
@@ -201,24 +205,55 @@ class Fabric:
             self._give_way_to_newer(generation)
             self.generation = generation
             self._before_forming = sockets.open_sockets()
+            self._laid = threading.Event()
+        for group in self.groups:
+            group.disconnect()
         try:
-            store = meet()
-            self.store.target = PrefixStore(f"default/{generation}", store)
-            shared = self._groups_known_to_all(generation, store)
-            for group in shared:
-                group.connect(PrefixStore(f"groups/{generation}/{group.key}", store))
+            wires = self._lay(generation, meet)
         finally:
             self._before_forming = None
-        for group in self.groups:
-            if group not in shared:
-                group.disconnect()
         self._retired = [(born, old) for born, old in self._retired if born >= generation - 1]
         with self._lock:
             self._give_way_to_newer(generation)
+            for group, laid in wires:
+                group.adopt(laid)
             self.interrupted = self.rehearsing = False
             self.cuts = 0
             self._newest = None
             self.mode = Mode.LIVE
+
+    def _lay(self, generation: int, meet: Callable[[], Store]) -> list[tuple[ReplaceableGroup, Wires]]:
+        """Lay the wires in a thread of their own, and leave it behind when the generation is given up.
+
+        A rank that waits for a dead peer to call has no connection that could be cut.
+        """
+        laid, device = self._laid, torch.cuda.current_device() if cuda_in_use() else -1
+        outcome: list[list[tuple[ReplaceableGroup, Wires]] | BaseException] = []
+
+        def work() -> None:
+            try:
+                if device >= 0:
+                    torch.cuda.set_device(device)
+                outcome.append(self._wires(generation, meet))
+            except BaseException as error:
+                outcome.append(error)
+            laid.set()
+
+        threading.Thread(target=work, name=f"rerail-form-{generation}", daemon=True).start()
+        laid.wait()
+        self._give_way_to_newer(generation)
+        found = outcome[0]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _wires(self, generation: int, meet: Callable[[], Store]) -> list[tuple[ReplaceableGroup, Wires]]:
+        store = meet()
+        self.store.target = PrefixStore(f"default/{generation}", store)
+        return [
+            (group, group.connect(PrefixStore(f"groups/{generation}/{group.key}", store)))
+            for group in self._groups_known_to_all(generation, store)
+        ]
 
     def _give_way_to_newer(self, generation: int) -> None:
         """An interrupt may come at any moment of forming; it must not be forgotten because the wires were laid."""

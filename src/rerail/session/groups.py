@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,14 @@ class RelayedWork(dist.Work):
             return self._outputs
 
 
+class Wires(NamedTuple):
+    """What carries one group's collectives in one generation."""
+
+    inner: ProcessGroup
+    connections: set[tuple[int, int]]
+    nccl: Any
+
+
 class ReplaceableGroup(ProcessGroup):
     """One group: default or sub-group."""
 
@@ -96,39 +104,44 @@ class ReplaceableGroup(ProcessGroup):
 
     # --- wires ---
 
-    def connect(self, store: Store) -> None:
-        """Build the inner group; blocks until every member does the same."""
-        self.disconnect()
+    def connect(self, store: Store) -> Wires:
+        """Build wires for this group; blocks until every member does the same. They are not used before `adopt`."""
         inner = ProcessGroup(store, self.own_rank, self.own_size)
+        nccl: Any = None
+        connections: set[tuple[int, int]] = set()
         parts = _inner_parts(fabric.inner_backend)
         for device, name in parts:
             prefixed = PrefixStore(device, store)
             if name == "nccl":
-                self._nccl = _nccl(prefixed, self)
-                inner._register_backend(torch.device(device), _Type.NCCL, self._nccl)
+                nccl = _nccl(prefixed, self)
+                inner._register_backend(torch.device(device), _Type.NCCL, nccl)
             else:
-                backend = self._gloo(prefixed)
+                backend, connections = self._gloo(prefixed)
                 for device_type in [device] if len(parts) > 1 else ["cpu", "cuda"]:
                     inner._register_backend(torch.device(device_type), _Type.GLOO, backend)
-        inner._set_default_backend(_Type.NCCL if self._nccl is not None else _Type.GLOO)
-        self._inner = inner
+        inner._set_default_backend(_Type.NCCL if nccl is not None else _Type.GLOO)
+        return Wires(inner, connections, nccl)
 
-    def _gloo(self, store: Store) -> Any:
-        """A gloo backend whose connections we know, so that we can cut them and no others."""
+    def adopt(self, wires: Wires) -> None:
+        """Use these from now on."""
+        self._inner, self._connections, self._nccl = wires
+
+    def _gloo(self, store: Store) -> tuple[Any, set[tuple[int, int]]]:
+        """A gloo backend and its connections, so that we can cut them and no others."""
         before = sockets.open_sockets()
         options = gloo_options()
         options._timeout = self._timeout
         options._devices = [_gloo_device()]
         options._threads = 2
         backend = dist.ProcessGroupGloo(store, self.own_rank, self.own_size, options)
-        if self.own_size > 1:
-            opened = sockets.open_sockets() - before
-            ports = sockets.listening_ports(opened)
-            store.set(f"ports/{self.own_rank}", ",".join(map(str, ports)))
-            told = store.multi_get([f"ports/{rank}" for rank in range(self.own_size)])
-            everyones = {int(port) for text in told for port in text.decode().split(",") if port}
-            self._connections = sockets.connections(opened, everyones)
-        return backend
+        if self.own_size == 1:
+            return backend, set()
+        opened = sockets.open_sockets() - before
+        ports = sockets.listening_ports(opened)
+        store.set(f"ports/{self.own_rank}", ",".join(map(str, ports)))
+        told = store.multi_get([f"ports/{rank}" for rank in range(self.own_size)])
+        everyones = {int(port) for text in told for port in text.decode().split(",") if port}
+        return backend, sockets.connections(opened, everyones)
 
     def cut(self) -> None:
         """Free everyone who waits in this group, from any thread."""
@@ -219,7 +232,7 @@ def _create(options: Any, backend_options: Any) -> ReplaceableGroup:
     )
     fabric.groups.append(group)
     if fabric.mode is Mode.LIVE:
-        group.connect(PrefixStore(f"made/{fabric.generation}", options.store))
+        group.adopt(group.connect(PrefixStore(f"made/{fabric.generation}", options.store)))
     return group
 
 

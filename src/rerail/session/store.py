@@ -15,8 +15,8 @@ from datetime import timedelta
 from rerail.session.c10d import HashStore, Store, TCPStore
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
-TRY = timedelta(seconds=2)
-"""One of several tries to connect, between which an interrupt is noticed."""
+TRY = timedelta(seconds=0.5)
+"""The first of several tries to connect; each takes twice as long as the one before."""
 
 
 class ReplaceableStore(Store):
@@ -70,12 +70,12 @@ def serve(address: str) -> tuple[TCPStore, int]:
 
 def dial(address: str, port: int, given_up: Callable[[], bool]) -> TCPStore:
     """Connect to the store of a generation. RuntimeError as soon as its host is gone or the generation is given up."""
-    until = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
+    until, patience = time.monotonic() + CONNECT_TIMEOUT.total_seconds(), TRY
     while True:
         try:
             # torch goes on knocking at a closed door; the store was open before its port was told, so closed means gone
-            socket.create_connection((address, port), TRY.total_seconds()).close()
-            store = TCPStore(address, port, None, False, TRY, wait_for_workers=False)
+            socket.create_connection((address, port), patience.total_seconds()).close()
+            store = TCPStore(address, port, None, False, patience, wait_for_workers=False)
             store.set_timeout(CONNECT_TIMEOUT)
             return store
         except ConnectionRefusedError:
@@ -83,3 +83,4 @@ def dial(address: str, port: int, given_up: Callable[[], bool]) -> TCPStore:
         except (OSError, RuntimeError) as error:
             if given_up() or time.monotonic() > until:
                 raise RuntimeError(f"the store at {address}:{port} cannot be reached: {error}") from error
+            patience *= 2
