@@ -7,6 +7,7 @@
     +-- FencedError (ConnectionError)      this process belongs to an old generation and must not join
     +-- JournalError (OSError)             the journal cannot be opened, read or written
     +-- StateError (RuntimeError)          tracked state cannot be saved, moved or restored exactly
+    +-- CheckpointError (RuntimeError)     a checkpoint is damaged, incomplete or cannot be written
     +-- NotReplaceable (RuntimeError)      the script's process groups cannot be rebuilt under living ranks
     +-- StepInterrupted (RuntimeError)     raised inside `job.step()` when a fault elsewhere ends this attempt
     +-- JobStopped (RuntimeError)          the controller has ended the job
@@ -44,6 +45,10 @@ class JournalError(RerailError, OSError):
 
 class StateError(RerailError, RuntimeError):
     """Tracked state cannot be saved, moved or restored exactly."""
+
+
+class CheckpointError(RerailError, RuntimeError):
+    """A checkpoint is damaged, incomplete or cannot be written. The text says which file and what is wrong with it."""
 
 
 class NotReplaceable(RerailError, RuntimeError):

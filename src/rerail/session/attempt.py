@@ -6,6 +6,7 @@ raises before it touches anything. Called by `session.job`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ class Attempt:
 
     def __init__(self, clock: StepClock | None) -> None:
         self._clock = clock
+        self.before_update: Callable[[], None] = lambda: None
+        """Called once the update is certain to happen, before it changes anything."""
         self.active = False
         self.update_begun = False
         self.updates_open = 0
@@ -60,6 +63,7 @@ class Attempt:
             if fabric.interrupted:
                 raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
         if not self.update_begun:
+            self.before_update()
             self._solo_before_update = fabric.solo_used
         self.update_begun = True
         self.updates_open += 1

@@ -16,16 +16,20 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from rerail.checkpoint.retention import Keep
+from rerail.checkpoint.schedule import When
 from rerail.errors import StateError, StepInterrupted
 from rerail.runtime.clock import Phase, StepClock
 from rerail.session import rng
 from rerail.session.attempt import Attempt
 from rerail.session.buffers import BufferGuard
+from rerail.session.checkpoints import Checkpoints
 from rerail.session.cursor import Cursor
 from rerail.session.fabric import fabric, hearing
 from rerail.session.link import AgentLink
@@ -80,7 +84,9 @@ class Job:
         self._guards = 0
         self._step = _Step(self)
         self._rejoin = Rejoiner(self, link) if link is not None else None
+        self._checkpoints = Checkpoints(self)
         self._snapshots = Snapshotter(self, link)
+        self._attempt.before_update = self._snapshots.before_update
 
     @property
     def version(self) -> int:
@@ -101,6 +107,20 @@ class Job:
             if isinstance(value, torch.optim.Optimizer):
                 self._attempt.watch(value)
 
+    def checkpoints(self, *where: str | Path, when: When | int | None = None, keep: Keep | int | None = None) -> None:
+        """Save to these places, the first that works, and start from the newest step that is there.
+
+        `when`: every so many steps, or a rule of `rerail.checkpoint.schedule`; by default rerail plans it. `keep`: the newest
+        so many, or a `Keep`; by default all. The last step of the loop is always saved.
+        """
+        if self._in_steps:
+            raise StateError("job.checkpoints() comes before the first job.steps()")
+        self._checkpoints.configure(where, when, keep)
+
+    def metric(self, name: str, value: float) -> None:
+        """A number to be kept with the next checkpoint: `keep=Keep(best=3, metric="-loss")` goes by it."""
+        self._checkpoints.metric(name, value)
+
     def steps(self, loader: Iterable[Any] | None = None, *, until: int | None = None) -> Iterator[Any]:
         """Hand out batches (or step numbers, without a loader) until `until` updates are complete.
 
@@ -111,14 +131,19 @@ class Job:
         self._in_steps = True
         self._cursor = Cursor(loader, endless=until is not None)
         self._buffers = BufferGuard(self._tracked.buffers())
+        self._snapshots.begin()
         if self._rejoin is not None:
             yield from self._rejoin.begin()
+        elif self._checkpoints.on:
+            self._checkpoints.claim()
+            self._checkpoints.restore()
         while True:
             self.rehearsing = False
             if fabric.interrupted and self._rejoin is not None:
                 yield from self._run_out()
                 self._rejoin.repair()
             if not self._has_batch and not self._fetch(until):
+                self._save_last()
                 if self._rejoin is None or self._rejoin.finish():
                     return
                 continue
@@ -173,25 +198,38 @@ class Job:
         """Take down the small state of this version, then get its batch. False at the end."""
         if until is not None and self._version >= until:
             return False
-        before = rng.capture()
-        small = Small(
+        small = self._small_now()
+        try:
+            self._batch, self._random_after = self._cursor.take(self._version, small.random)
+        except StopIteration:
+            return False
+        self._has_batch, self._small = True, small
+        if not self.rehearsing:
+            if self._clock is not None:
+                self._clock.write_small(self._version, encode(small))
+                self._clock.set_step(self._version)
+            self._snapshots.take_if_due(small)
+        return True
+
+    def _small_now(self) -> Small:
+        return Small(
             self._version,
-            before,
+            rng.capture(),
             self._cursor.position(),
             self._tracked.small_objects(scalars=False),
             self._buffers.to_journal(),
             self._snapshots.every,
+            (self._checkpoints.epoch, self._checkpoints.next_save),
         )
-        try:
-            self._batch, self._random_after = self._cursor.take(self._version, before)
-        except StopIteration:
-            return False
-        self._has_batch, self._small = True, small
-        if self._clock is not None and not self.rehearsing:
-            self._clock.write_small(self._version, encode(small))
-            self._clock.set_step(self._version)
-            self._snapshots.take_if_due(small)
-        return True
+
+    def _save_last(self) -> None:
+        """The loop is at its end: save what it came to, and wait until it is safe."""
+        if self._checkpoints.on and not fabric.interrupted:
+            self._checkpoints.wait()
+            if self._checkpoints.newest != self._version:
+                self._snapshots.take_if_due(self._small_now(), last=True)
+            self._snapshots.settle()
+            self._checkpoints.wait()
 
     def _enter(self, phase: Phase) -> None:
         if self._clock is not None:
@@ -203,11 +241,13 @@ class Job:
         self._started = time.monotonic()
         self._attempt.begin()
         if self._rejoin is None:
+            self._checkpoints.agree()
             return
         self._enter(Phase.RUN_OUT if fabric.interrupted else Phase.COMPUTE)
         fabric.shield(True)
         self._buffers.before_step()
         self._snapshots.agree()
+        self._checkpoints.agree()
 
     def _end_attempt(self, error: BaseException | None) -> bool:
         """True when the error, if any, is dealt with: the `with` block swallows it."""

@@ -1,7 +1,7 @@
 """State dictionaries as bytes and back, without pickle.
 
 A tensor in a state dictionary either travels inside (small) or is left out under a name and travels by itself (large).
-Called by `session.tracked`, `session.transfer` and `session.snapshots`.
+Called by `session.tracked`, `session.transfer` and `session.pieces`.
 """
 
 from __future__ import annotations

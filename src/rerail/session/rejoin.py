@@ -52,7 +52,7 @@ class Rejoiner:
     def begin(self) -> Iterator[Any]:
         """Newcomer: rehearse alone, then join. Everyone else: restore what an earlier process of this rank left."""
         if self._joined:
-            if self._assignment.restored and restore.from_arenas(self._job):
+            if self._start_from_memory_or_disk():
                 yield from self._warm_up()
             self._intact = self._training = True
             self._job._announce = fabric.generation
@@ -66,6 +66,14 @@ class Rejoiner:
         self._phases["rehearse"] = time.monotonic() - started
         self._training = True
         self.repair()
+
+    def _start_from_memory_or_disk(self) -> bool:
+        """What earlier processes of these ranks left in memory is newer than what they saved."""
+        job = self._job
+        job._checkpoints.claim()
+        if self._assignment.restored and restore.from_arenas(job):
+            return True
+        return job._checkpoints.on and job._checkpoints.restore()
 
     def _warm_up(self) -> Iterator[Any]:
         """After a restart: as many bodies as the run before had seen, since DDP's first steps sum in another order.
@@ -135,6 +143,7 @@ class Rejoiner:
     def repair(self, *, in_guard: bool = False) -> None:
         """Park and take part in new generations until one stands."""
         self._job._tracked.settle()
+        self._job._snapshots.settle()
         while True:
             self._job._enter(Phase.PARKED)
             wanted = self._wanted_generation()
@@ -188,8 +197,7 @@ class Rejoiner:
             self._served, port = fabric.serve()
         if fabric.cuts:
             self._phases["run_out"] = time.monotonic() - fabric.cut_at
-        arena = job._snapshots.arena
-        smalls = set(self._inherited) | set(arena.small_versions() if arena else ())
+        smalls = set(self._inherited) | set(job._snapshots.small_versions())
         if job._small is not None:
             smalls.add(job._small.version)
         if not job._has_batch and self._joined:
@@ -204,7 +212,7 @@ class Rejoiner:
                 intact=self._intact,
                 in_training=self._training and job._attempts >= WARM_ATTEMPTS,
                 small_versions=tuple(sorted(smalls)),
-                snapshots=arena.versions() if arena else (),
+                snapshots=job._snapshots.versions(),
                 replicas=self._replicas(),
                 in_guard=in_guard,
                 guards=job._guards,

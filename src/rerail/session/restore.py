@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from rerail.checkpoint.catalog import Saved
+from rerail.checkpoint.dtypes import code_of
+from rerail.checkpoint.staging import view_of
 from rerail.errors import StateError
 from rerail.runtime.wire import Plan, Source
 from rerail.session import rng, transfer
 from rerail.session.fabric import fabric, hearing
+from rerail.session.pieces import Pieces, without_rank
 from rerail.session.small import Small, decode
 
 if TYPE_CHECKING:
@@ -59,8 +63,8 @@ def _jump(job: Job, version: int, inherited: dict[int, Small]) -> None:
     if found is None and job._small is not None and job._small.version == version:
         found = job._small
     arena = job._snapshots.arena
-    if found is None and arena is not None and version in arena.small_versions():
-        found = decode(arena.read(version).small)
+    if found is None and arena is not None and version in job._snapshots.small_versions():
+        found = decode(arena.meta(version).small)
     if found is None:
         raise StateError(f"rank {job.rank} cannot go to version {version}: its small state is not known here")
     small(job, found, fresh=job._small is None)
@@ -74,28 +78,41 @@ def small(job: Job, state: Small, *, fresh: bool) -> None:
     job._cursor.go_back(state.version, state.position, fresh=fresh)
     job._buffers.from_journal(state.buffers)
     job._snapshots.every = state.snapshot_every
+    job._checkpoints.adopt(*state.saves)
     rng.restore(state.random)
 
 
 def tensors(job: Job, version: int) -> None:
     """Large state from this rank's arena, and the schedulers and scalers that go with it."""
-    if job._snapshots.arena is None:
+    arena = job._snapshots.arena
+    if arena is None:
         raise StateError(f"rank {job.rank} has no snapshots, but version {version} is to come from one")
-    snapshot = job._snapshots.arena.read(version)
+    meta, image = arena.meta(version), arena.image(version)
+    kept = {entry.name: entry for entry in meta.entries}
+    saved = {name: Saved(entry.dtype, entry.whole, []) for name, entry in kept.items()}
+    pieces = Pieces(job._tracked, job.rank, job.world_size)
+    pieces.make_room(saved)
+    pieces.forget_unsaved(saved)
+    objects = pieces.object_names()
     with torch.no_grad():
-        for target, (_, saved) in zip(job._tracked.prepare(snapshot.table), snapshot.tensors.items(), strict=True):
-            target.copy_(saved)
-    job._tracked.forget_unnamed(set(snapshot.tensors))
+        for piece in pieces.all():
+            found = kept.get(piece.name) or kept.get(f"rank{job.rank}/{piece.name}")
+            if without_rank(piece.name) in objects:
+                continue
+            if found is None or (found.dtype, found.shape) != (code_of(piece.tensor.dtype), tuple(piece.tensor.shape)):
+                raise StateError(f"{piece.name} is not in the snapshot as it is here: the script builds another model")
+            piece.tensor.copy_(view_of(image, found))
     # Before anything is sent on: who takes this rank's state takes its schedule, too.
-    job._tracked.load_small_objects(decode(snapshot.small).objects, snapshot.tensors)
+    named = {without_rank(name): view_of(image, entry) for name, entry in kept.items()}
+    job._tracked.load_small_objects(decode(meta.small).objects, named)
 
 
 def from_arenas(job: Job) -> bool:
     """All processes are new but the arenas are not: load the newest version that everyone can have. False: there is none."""
     arena = job._snapshots.arena
     mine = {
-        "whole": list(arena.versions()) if arena else [],
-        "small": list(arena.small_versions()) if arena else [],
+        "whole": list(job._snapshots.versions()),
+        "small": list(job._snapshots.small_versions()),
         "replicas": list(job._tracked.replicas(job.rank, job.world_size)),
     }
     meeting = fabric.store.target
@@ -108,8 +125,7 @@ def from_arenas(job: Job) -> bool:
         tensors(job, plan.version)
     with hearing.paused():
         transfer.exchange(plan, job)
-    state = arena.read(plan.version)
-    small(job, decode(state.small), fresh=True)
+    small(job, decode(arena.meta(plan.version).small), fresh=True)
     return True
 
 

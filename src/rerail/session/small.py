@@ -22,6 +22,8 @@ class Small(msgspec.Struct, frozen=True, array_like=True):
     buffers: dict[str, bytes]
     """Buffers that change in the forward pass."""
     snapshot_every: int
+    saves: tuple[int, int] = (0, -1)
+    """Epoch of the job in its checkpoint root, and the version to be saved next."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,5 +1,8 @@
 """Decides when this rank copies its state into its arena, and does so. Called by `session.job` at step boundaries.
 
+The copy serves two ends: a lost rank goes on from it, and a checkpoint is written from it. It runs beside forward and
+backward; `before_update` is where the step waits for it.
+
 All ranks must hold snapshots of the same versions, so the interval is agreed by one small collective at a few fixed
 early steps: often enough to lose little, rarely enough to cost no more than the share of time that is allowed.
 """
@@ -7,6 +10,7 @@ early steps: often enough to lose little, rarely enough to cost no more than the
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -16,12 +20,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.staging import Stager
 from rerail.config import settings_of_rank
 from rerail.errors import StateError
 from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.link import AgentLink
+from rerail.session.pieces import Pieces
 from rerail.session.small import Small, encode
-from rerail.session.snapshots import Arena
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -38,30 +44,76 @@ class Snapshotter:
     def __init__(self, job: Job, link: AgentLink | None) -> None:
         self._job = job
         self.arena = Arena(link.arena_fd) if link is not None and link.arena_fd >= 0 else None
+        self._stager: Stager | None = None
+        self._pieces = Pieces(job._tracked, job.rank, job.world_size)
         settings = settings_of_rank()
         self._fixed = settings.snapshot_every > 0
         self.every = settings.snapshot_every or UNTIL_AGREED
         self._share = max(settings.snapshot_cost, 1e-6)
         self._took_s = 0.0
+        self._only_for_saves = False
 
-    def take_if_due(self, small: Small) -> None:
+    def begin(self) -> None:
+        """Before the first step: memory of our own, where there is no agent to lend some and checkpoints need it."""
+        if self.arena is None and self._job._checkpoints.on:
+            self.arena = Arena(os.memfd_create("rerail-arena", os.MFD_CLOEXEC))
+            self._only_for_saves = True
+        if self.arena is not None:
+            self._stager = Stager(self.arena, overlap=self._job._attempt.watched > 0)
+            self._job._checkpoints.begin(self.arena.fd)
+
+    def versions(self) -> tuple[int, ...]:
+        """Versions whose tensors are kept here, oldest first."""
+        if self.arena is None:
+            return ()
+        return tuple(seal.version for seal in self.arena.seals() if self.arena.meta(seal.version).entries)
+
+    def small_versions(self) -> tuple[int, ...]:
+        """Versions of which at least the small state is kept here."""
+        return tuple(seal.version for seal in self.arena.seals()) if self.arena is not None else ()
+
+    def take_if_due(self, small: Small, *, last: bool = False) -> None:
         """Copy this version if it is its turn. Only one of several replicas copies tensors."""
-        job = self._job
-        if self.arena is None or job._version % self.every or job._version in self.arena.small_versions():
+        job, version = self._job, self._job._version
+        save = job._checkpoints.due(version) or (last and job._checkpoints.on)
+        due = version % self.every == 0 and not self._only_for_saves
+        if self._stager is None or not (save or due) or (version in self.small_versions() and not save):
             return
         replicas = job._tracked.replicas(job.rank, job.world_size)
         keeper = job._buffers.too_large or min(replicas) == job.rank
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))
-            self.arena.write(job._version, job._tracked.tensors() if keeper else {}, encode(full))
+            taken = self._stager.stage(
+                version,
+                self._pieces.all(own_buffers=job._buffers.too_large) if keeper else [],
+                encode(full),
+                pinned=job._checkpoints.pinned,
+                sealed=job._checkpoints.sealed if save else lambda version: None,
+            )
         except StateError as error:
             print(f"rerail: rank {job.rank}: {error}; training goes on without memory snapshots", file=sys.stderr)
-            self.arena = None
+            self.arena = self._stager = None
             return
+        if save and not taken:
+            job._checkpoints.missed(version)
         self._took_s = time.monotonic() - started
-        held = self.arena.small_versions()
-        job._cursor.drop_before(held[0])
+        held = self.small_versions()
+        if held:
+            job._cursor.drop_before(held[0])
+
+    def before_update(self) -> None:
+        """What is being copied is about to be changed."""
+        if self._stager is not None:
+            waited = time.monotonic()
+            self._stager.before_update()
+            self._took_s += time.monotonic() - waited
+            self._job._checkpoints.stall_s = self._took_s
+
+    def settle(self) -> None:
+        """Nothing is being copied any more: the state may be replaced."""
+        if self._stager is not None:
+            self._stager.settle()
 
     def agree(self) -> None:
         """At a few fixed versions: one all-reduce of everyone's wish. Inside the step, so a fault repeats it."""

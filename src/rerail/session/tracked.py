@@ -1,7 +1,7 @@
 """What the user tracks, seen three ways: large tensors by name, small plain state, and who else holds the same.
 
 Modules and optimizers are large state: it comes from a replica or a snapshot. Schedulers, scalers and the like are
-small and written to the step journal at every step. Called by `session.job`, `session.transfer`, `session.snapshots`.
+small and written to the step journal at every step. Called by `session.job`, `session.transfer`, `session.pieces`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tracked:
     def parameters(self) -> Named:
         """Parameters of all modules, local parts only, by name."""
         return {
-            f"{name}.{key}": _local(parameter)
+            f"{name}.{key}": local_part(parameter)
             for name, module in self.modules.items()
             for key, parameter in module.named_parameters()
         }
@@ -65,7 +65,7 @@ class Tracked:
     def buffers(self) -> Named:
         """Buffers of all modules, those not saved in state_dict() too."""
         return {
-            f"{name}.{key}": _local(buffer)
+            f"{name}.{key}": local_part(buffer)
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
         }
@@ -74,10 +74,10 @@ class Tracked:
         """Everything large, in an order that is the same on every rank with the same objects."""
         found = {**self.parameters(), **self.buffers()}
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(_parameters_of(optimizer)):
+            for index, parameter in enumerate(parameters_of(optimizer)):
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, torch.Tensor):
-                        found[f"{name}:{index}:{key}"] = _local(value)
+                        found[f"{name}:{index}:{key}"] = local_part(value)
         for name, value in self.objects.items():
             plain.take_out_tensors(value.state_dict(), name, found)
         return found
@@ -102,7 +102,7 @@ class Tracked:
     def forget_unnamed(self, names: set[str]) -> None:
         """Drop optimizer state that the state to restore does not have: it is of a version before its first step."""
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(_parameters_of(optimizer)):
+            for index, parameter in enumerate(parameters_of(optimizer)):
                 state = optimizer.state.get(parameter, {})
                 for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
                     if f"{name}:{index}:{key}" not in names:
@@ -114,8 +114,8 @@ class Tracked:
         if len(parts) != 3 or parts[0] not in self.optimizers:
             return torch.empty(shape, dtype=plain.dtype_of(dtype))
         optimizer = self.optimizers[parts[0]]
-        parameter = _parameters_of(optimizer)[int(parts[1])]
-        like_parameter = list(_local(parameter).shape) == shape and plain.dtype_name(parameter.dtype) == dtype
+        parameter = parameters_of(optimizer)[int(parts[1])]
+        like_parameter = list(local_part(parameter).shape) == shape and plain.dtype_name(parameter.dtype) == dtype
         place = parameter.device if device == parameter.device.type else torch.device(device)
         made = (
             torch.empty_like(parameter)
@@ -123,7 +123,7 @@ class Tracked:
             else torch.empty(shape, dtype=plain.dtype_of(dtype), device=place)
         )
         optimizer.state[parameter][parts[2]] = made
-        return _local(made)
+        return local_part(made)
 
     # --- small state ---
 
@@ -142,7 +142,7 @@ class Tracked:
             if scalars:
                 state[f"{name}:scalars"] = {
                     index: rest
-                    for index, parameter in enumerate(_parameters_of(optimizer))
+                    for index, parameter in enumerate(parameters_of(optimizer))
                     if (rest := _non_tensors(optimizer.state.get(parameter, {})))
                 }
         return plain.encode(state, "a tracked object")
@@ -157,7 +157,7 @@ class Tracked:
             for group, saved in zip(optimizer.param_groups, state.get(f"{name}:groups", []), strict=False):
                 group.update({key: _like(saved[key], group.get(key)) for key in saved})
             for index, rest in state.get(f"{name}:scalars", {}).items():
-                optimizer.state[_parameters_of(optimizer)[index]].update(rest)
+                optimizer.state[parameters_of(optimizer)[index]].update(rest)
 
     def clear_gradients(self) -> None:
         """A replayed step starts without the gradients of the interrupted one."""
@@ -186,17 +186,27 @@ class Tracked:
         for optimizer in self.optimizers.values():
             if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
                 return (rank,)
+        covered = self.ddp_members()
         for module in self.modules.values():
-            covered: dict[int, set[int]] = {}
+            for parameter in module.parameters():
+                common &= self.holders(parameter, rank, world_size, covered)
+        return tuple(sorted(common | {rank}))
+
+    def ddp_members(self) -> dict[int, set[int]]:
+        """By id of a parameter that DDP keeps alike: the ranks it does so on."""
+        covered: dict[int, set[int]] = {}
+        for module in self.modules.values():
             for part in module.modules():
                 if isinstance(part, DistributedDataParallel):
                     members = set(dist.get_process_group_ranks(part.process_group))
                     covered.update({id(parameter): members for parameter in part.parameters()})
-            for parameter in module.parameters():
-                common &= covered.get(id(parameter)) or self._holders(parameter, rank, world_size)
-        return tuple(sorted(common | {rank}))
+        return covered
 
-    def _holders(self, parameter: torch.Tensor, rank: int, world_size: int) -> set[int]:
+    def holders(self, parameter: torch.Tensor, rank: int, world_size: int, covered: dict[int, set[int]]) -> set[int]:
+        """Ranks whose local part of this parameter is the same as here."""
+        members = covered.get(id(parameter))
+        if members:
+            return members
         if isinstance(parameter, DTensor):
             ranks = parameter.device_mesh.mesh
             coordinate = parameter.device_mesh.get_coordinate() or [0] * ranks.dim()
@@ -214,7 +224,7 @@ def load_object(value: Any, state: Any) -> None:
         value.update(new_scale=float(state["scale"]))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -231,6 +241,6 @@ def _like(saved: Any, present: Any) -> Any:
     return saved
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached

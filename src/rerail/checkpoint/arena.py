@@ -1,0 +1,222 @@
+"""Shared memory between a rank that saves and a process that writes: slots with a seal and a lock each.
+
+    FREE        no seal, no lock
+    FILLING     no seal, locked by the rank
+    SEALED      sealed: whole, and of the version the seal names
+    PERSISTING  sealed and locked by its reader; nobody fills it
+
+The memory belongs to whoever made the descriptor (the agent, or the rank itself outside `rerail run`), so that it outlives
+the rank. Locks are the kernel's, by process: whoever dies holds none. A slot's image is, byte for byte, the file that is
+to be written. Called by `checkpoint.staging` on the rank's side and `checkpoint.saving` on the other. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import zlib
+from typing import NamedTuple
+
+import msgspec
+
+from rerail.checkpoint.header import PAGE
+from rerail.errors import StateError
+
+MAGIC = 0x7265_7261_696C_0A02
+_HEAD = struct.Struct("<QQQQ")  # magic, slots, bytes of meta per slot, bytes of image per slot
+_SEAL = struct.Struct("<qQII")  # version, length of meta, crc of meta, crc of the three before
+_NO_VERSION = -1
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor in a slot: its local part, and which box of the whole tensor that is."""
+
+    name: str
+    dtype: str
+    """By safetensors' names."""
+    shape: tuple[int, ...]
+    device: str
+    at: int
+    """Bytes from the start of the image."""
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+class Meta(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot holds. The first `saved` entries go to disk, in a file of `file_size` bytes; the rest stays in memory."""
+
+    entries: list[Entry]
+    saved: int
+    file_size: int
+    small: bytes
+
+
+class Seal(NamedTuple):
+    """A sealed slot."""
+
+    version: int
+    slot: int
+    length: int
+
+
+class Arena:
+    """The slots behind one descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+        self._slots = self._meta_bytes = self._image_bytes = 0
+        if os.fstat(fd).st_size >= PAGE:
+            self._open()
+
+    # --- reading ---
+
+    def seals(self) -> list[Seal]:
+        """Every sealed slot, oldest version first."""
+        found = []
+        for slot in range(self._slots):
+            version, length, crc, head = _SEAL.unpack_from(self._memory(), _seal_at(slot))
+            if version >= 0 and head == _seal_crc(version, length, crc):
+                found.append(Seal(version, slot, length))
+        return sorted(found)
+
+    def meta(self, version: int) -> Meta:
+        """What is kept of a sealed version."""
+        seal = self._find(version)
+        base = self._base(seal.slot)
+        return msgspec.msgpack.decode(self._memory()[base : base + seal.length], type=Meta)
+
+    def image(self, version: int) -> memoryview:
+        """The bytes of a sealed version's tensors, headed by a safetensors header."""
+        base = self._base(self._find(version).slot) + self._meta_bytes
+        return memoryview(self._memory())[base : base + self._image_bytes]
+
+    def lock_for_reading(self, version: int) -> bool:
+        """Keep a sealed version from being overwritten until `unlock`. False if it is not there any more."""
+        try:
+            slot = self._find(version).slot
+            fcntl.lockf(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, slot)
+        except (StateError, BlockingIOError, PermissionError):
+            return False
+        if any(seal.slot == slot and seal.version == version for seal in self.seals()):
+            return True
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, slot)
+        return False
+
+    def unlock(self, version: int) -> None:
+        for seal in self.seals():
+            if seal.version == version:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, seal.slot)
+
+    # --- writing ---
+
+    def reserve(self, slots: int, meta_bytes: int, image_bytes: int) -> None:
+        """Make room for so many slots. What was sealed is gone if the room was too small."""
+        meta_bytes, image_bytes = _pages(meta_bytes), _pages(image_bytes)
+        if self._slots == slots and meta_bytes <= self._meta_bytes and image_bytes <= self._image_bytes:
+            return
+        for slot in range(self._slots):
+            if not self._try_lock(slot):
+                raise StateError("the state has grown while its last checkpoint is still being written")
+        self._map, self._slots = None, 0
+        total = PAGE + slots * (meta_bytes + image_bytes)
+        try:
+            os.ftruncate(self.fd, 0)
+            os.posix_fallocate(self.fd, 0, total)
+        except OSError as error:
+            os.ftruncate(self.fd, 0)
+            raise StateError(
+                f"no memory for snapshots: {slots} times {image_bytes >> 20} MiB were asked for ({error.strerror})"
+            ) from error
+        self._map = mmap.mmap(self.fd, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._slots, self._meta_bytes, self._image_bytes = slots, meta_bytes, image_bytes
+        for slot in range(slots):
+            _SEAL.pack_into(self._map, _seal_at(slot), _NO_VERSION, 0, 0, 0)
+            self._unlock_slot(slot)
+        _HEAD.pack_into(self._map, 0, MAGIC, slots, meta_bytes, image_bytes)
+
+    def begin(self, version: int, pinned: frozenset[int] = frozenset()) -> int | None:
+        """Break the seal of the slot to fill next and lock it: an old one that nobody reads. None if there is none."""
+        sealed = {seal.slot: seal.version for seal in self.seals()}
+        newest = max(sealed.values(), default=_NO_VERSION)
+        same = [slot for slot, kept in sealed.items() if kept == version and kept not in pinned]
+        free = [slot for slot in range(self._slots) if slot not in sealed]
+        old = sorted((kept, slot) for slot, kept in sealed.items() if kept != newest and kept not in pinned)
+        for slot in same or [*free, *(slot for _, slot in old)]:
+            if self._try_lock(slot):
+                _SEAL.pack_into(self._memory(), _seal_at(slot), _NO_VERSION, 0, 0, 0)
+                return slot
+        return None
+
+    def slot_image(self, slot: int) -> tuple[mmap.mmap, int]:
+        """The memory, and where in it the image of a slot being filled starts."""
+        return self._memory(), self._base(slot) + self._meta_bytes
+
+    def seal(self, slot: int, version: int, meta: Meta) -> None:
+        """The slot is whole."""
+        memory, data = self._memory(), msgspec.msgpack.encode(meta)
+        if len(data) > self._meta_bytes:
+            raise StateError(f"the description of a snapshot has {len(data)} bytes; {self._meta_bytes} were reserved")
+        base = self._base(slot)
+        memory[base : base + len(data)] = data
+        crc = zlib.crc32(data)
+        _SEAL.pack_into(memory, _seal_at(slot), version, len(data), crc, _seal_crc(version, len(data), crc))
+        self._unlock_slot(slot)
+
+    def give_up(self, slot: int) -> None:
+        """The slot was not filled to its end; it stays without a seal."""
+        self._unlock_slot(slot)
+
+    # --- the file ---
+
+    def _open(self) -> None:
+        size = os.fstat(self.fd).st_size
+        memory = mmap.mmap(self.fd, size)
+        magic, slots, meta_bytes, image_bytes = _HEAD.unpack_from(memory, 0)
+        if magic == MAGIC and PAGE + slots * (meta_bytes + image_bytes) == size:
+            self._map, self._slots, self._meta_bytes, self._image_bytes = memory, slots, meta_bytes, image_bytes
+
+    def refresh(self) -> None:
+        """Look again: the other side may have made more room."""
+        if self._map is None or os.fstat(self.fd).st_size != len(self._map):
+            self._map, self._slots = None, 0
+            if os.fstat(self.fd).st_size >= PAGE:
+                self._open()
+
+    def _memory(self) -> mmap.mmap:
+        if self._map is None:
+            raise StateError("this rank's arena holds no snapshot")
+        return self._map
+
+    def _base(self, slot: int) -> int:
+        return PAGE + slot * (self._meta_bytes + self._image_bytes)
+
+    def _find(self, version: int) -> Seal:
+        for seal in self.seals():
+            if seal.version == version:
+                return seal
+        raise StateError(f"version {version} is not in this rank's arena")
+
+    def _try_lock(self, slot: int) -> bool:
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _unlock_slot(self, slot: int) -> None:
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, slot)
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _seal_at(slot: int) -> int:
+    return 64 + 64 * slot
+
+
+def _seal_crc(version: int, length: int, crc: int) -> int:
+    return zlib.crc32(struct.pack("<qQI", version, length, crc))

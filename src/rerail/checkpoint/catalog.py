@@ -1,0 +1,123 @@
+"""Which checkpoint counts: turns what lies on the tiers into the newest step that is whole, or into reasons why not.
+
+Only COMMIT is believed. A step whose COMMIT, manifests or shards are missing, changed or do not fit together is passed
+over, with the reason, for the next older one. Called by the session on a start, and by `rerail ckpt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rerail.checkpoint import boxes, names
+from rerail.checkpoint.boxes import Box
+from rerail.checkpoint.manifest import LARGEST, Commit, RankManifest, decode_commit, decode_rank
+from rerail.checkpoint.names import StepId
+from rerail.checkpoint.tiers import Tier
+from rerail.errors import CheckpointError
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and where it lies."""
+
+    box: Box
+    rank: int
+    at: int
+
+
+class Saved(NamedTuple):
+    """A tensor of the whole job as saved."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
+class Step(NamedTuple):
+    """A committed step whose description is whole. Its data are checked as they are read."""
+
+    tier: Tier
+    id: StepId
+    commit: Commit
+    manifests: dict[int, RankManifest]
+
+    @property
+    def size(self) -> int:
+        return sum(manifest.size for manifest in self.manifests.values())
+
+    def tensors(self) -> dict[str, Saved]:
+        """All tensors of the job by name."""
+        found: dict[str, Saved] = {}
+        for rank, manifest in self.manifests.items():
+            for name, tensor in manifest.tensors.items():
+                saved = found.setdefault(name, Saved(tensor.dtype, tensor.shape, []))
+                if (saved.dtype, saved.shape) != (tensor.dtype, tensor.shape):
+                    raise CheckpointError(f"{name!r} is {tensor.dtype}{tensor.shape} on rank {rank}, not so elsewhere")
+                saved.parts.extend(Part(one.box, rank, one.at) for one in tensor.boxes)
+        return found
+
+
+class Found(NamedTuple):
+    """A step folder on a tier."""
+
+    tier: Tier
+    id: StepId
+    committed: bool
+
+
+def folders(tier: Tier) -> list[Found]:
+    """Every step folder, oldest first."""
+    steps = sorted(step for name in tier.names() if (step := names.step_of(name)) is not None)
+    return [Found(tier, step, names.COMMIT in tier.names(step.folder)) for step in steps]
+
+
+def open_step(tier: Tier, step: StepId) -> Step:
+    """A committed step with all its manifests, checked against each other. CheckpointError says what is wrong."""
+    try:
+        commit = decode_commit(tier.get(f"{step.folder}/{names.COMMIT}", LARGEST), step)
+    except FileNotFoundError:
+        raise CheckpointError("it was never committed") from None
+    manifests = {}
+    for rank in sorted(map(int, commit.ranks)):
+        try:
+            data = tier.get(f"{step.folder}/{names.manifest_name(rank)}", LARGEST)
+            manifests[rank] = decode_rank(data, commit, rank)
+            file = manifests[rank].file
+            if file and tier.size(f"{step.folder}/{file}") != manifests[rank].size:
+                raise CheckpointError(f"{file} has another size than when it was saved")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"the files of rank {rank} are gone ({error.filename})") from None
+    found = Step(tier, step, commit, manifests)
+    _check_whole(found)
+    return found
+
+
+def _check_whole(step: Step) -> None:
+    if len(step.manifests) != step.commit.world_size:
+        raise CheckpointError(f"{len(step.manifests)} of {step.commit.world_size} ranks are in it")
+    for name, saved in step.tensors().items():
+        volume = Box((), saved.shape).volume
+        covered = sum(part.box.volume for part in saved.parts)
+        if covered != volume:
+            raise CheckpointError(f"{name!r} has {volume} elements, {covered} of them were saved")
+        if boxes.overlap([part.box for part in saved.parts]) is not None:
+            raise CheckpointError(f"two parts of {name!r} overlap")
+
+
+def candidates(tiers: Sequence[Tier]) -> Iterator[Found]:
+    """Committed steps of all tiers, newest first; of equals, that on the earlier tier first."""
+    seen: Iterable[tuple[int, Found]] = (
+        (order, found) for order, tier in enumerate(tiers) for found in folders(tier) if found.committed
+    )
+    for _, found in sorted(seen, key=lambda pair: (tuple(-part for part in pair[1].id), pair[0])):
+        yield found
+
+
+def newest(tiers: Sequence[Tier], passed_over: Callable[[str], None]) -> Step | None:
+    """The newest step whose description is whole; why newer ones are not goes to `passed_over`."""
+    for found in candidates(tiers):
+        try:
+            return open_step(found.tier, found.id)
+        except (OSError, CheckpointError) as error:
+            passed_over(f"{found.tier.url}/{found.id.folder} is passed over: {error}")
+    return None

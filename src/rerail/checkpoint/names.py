@@ -1,0 +1,72 @@
+"""Names of what lies in a checkpoint root. Turns step, epoch and generation into a directory name and back.
+
+    <root>/epoch-000002.json                          one for every job that ever wrote here; the newest may write
+    <root>/step-0000000120-e000002-g000001/           immutable once COMMIT is in it
+        rank-00000.0.safetensors                      stock safetensors; .1 is the second try of a rank whose disk failed
+        rank-00000.json                               manifest of one rank: tensors, boxes, checksums, small state
+        rank-00000.verified                           the shard was read back from the disk and is right
+        COMMIT                                        written last; without it the directory counts for nothing
+
+Called by everything in `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+COMMIT = "COMMIT"
+ABORT = "ABORT"
+TRASH = ".trash-"
+_STEP = re.compile(r"step-(\d{10,18})-e(\d{6,12})-g(\d{6,12})")
+_EPOCH = re.compile(r"epoch-(\d{6,12})\.json")
+_MANIFEST = re.compile(r"rank-(\d{5,9})\.json")
+SHARD = re.compile(r"rank-(\d{5,9})\.\d{1,3}\.safetensors")
+
+
+class StepId(NamedTuple):
+    """Which save this is. Greater is newer: a later job goes before an earlier one, then steps, then repairs."""
+
+    epoch: int
+    step: int
+    generation: int
+
+    @property
+    def folder(self) -> str:
+        return f"step-{self.step:010d}-e{self.epoch:06d}-g{self.generation:06d}"
+
+
+def step_of(folder: str) -> StepId | None:
+    """The save a directory belongs to; None if it is none of ours."""
+    found = _STEP.fullmatch(folder)
+    return StepId(epoch=int(found[2]), step=int(found[1]), generation=int(found[3])) if found else None
+
+
+def epoch_name(epoch: int) -> str:
+    return f"epoch-{epoch:06d}.json"
+
+
+def epoch_of(name: str) -> int | None:
+    found = _EPOCH.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def shard_name(rank: int, attempt: int) -> str:
+    return f"rank-{rank:05d}.{attempt}.safetensors"
+
+
+def manifest_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def verified_name(rank: int) -> str:
+    return f"rank-{rank:05d}.verified"
+
+
+def failure_name(rank: int) -> str:
+    return f"rank-{rank:05d}.failed"
+
+
+def rank_of_manifest(name: str) -> int | None:
+    found = _MANIFEST.fullmatch(name)
+    return int(found[1]) if found else None

@@ -1,0 +1,93 @@
+"""The process that writes checkpoints while the rank trains on: `python -m rerail.checkpoint.persister LINK ARENA`.
+
+Orders come over a socket, one message each; outcomes go back. Several saves may be under way. When the socket closes the
+rank is gone or done: what was ordered is finished, then the process ends. It never imports torch and holds no copy of
+the state. Started by `checkpoint.writer`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+
+from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.names import StepId
+from rerail.checkpoint.saving import Order, Outcome, carry_out
+
+LONGEST = 1 << 17
+"""Bytes of a message."""
+NICE = 10
+
+
+class Persister:
+    """Takes orders until the link closes."""
+
+    def __init__(self, link: socket.socket, arena: Arena) -> None:
+        self._link, self._arena = link, arena
+        self._lock = threading.Lock()
+        self._busy: set[StepId] = set()
+        self._threads: list[threading.Thread] = []
+
+    def run(self) -> None:
+        decoder = msgspec.json.Decoder(Order)
+        while data := self._link.recv(LONGEST):
+            order = decoder.decode(data)
+            self._arena.refresh()
+            with self._lock:
+                self._busy.add(order.id)
+            thread = threading.Thread(target=self._carry_out, args=(order,), name=f"rerail-save-{order.version}")
+            thread.start()
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        for thread in self._threads:
+            thread.join()
+
+    def _carry_out(self, order: Order) -> None:
+        told = False
+        try:
+            for outcome in carry_out(order, self._arena, self._under_way):
+                told = True
+                self._tell(outcome)
+        except Exception as error:  # whatever it is: the rank must hear of it, and the next save must be tried
+            if not told:
+                self._tell(Outcome(version=order.version, ok=False, notes=(f"{type(error).__name__}: {error}",)))
+            else:
+                raise
+        finally:
+            with self._lock:
+                self._busy.discard(order.id)
+
+    def _under_way(self) -> set[StepId]:
+        with self._lock:
+            return set(self._busy)
+
+    def _tell(self, outcome: Outcome) -> None:
+        try:
+            self._link.send(msgspec.json.encode(outcome)[:LONGEST])
+        except OSError:
+            pass  # the rank is gone; what is saved is saved
+
+
+def main() -> None:
+    link_fd, arena_fd = (int(text) for text in sys.argv[1:3])
+    os.nice(NICE)
+    _lowest_io_priority()
+    with socket.socket(fileno=link_fd) as link:
+        Persister(link, Arena(arena_fd)).run()
+
+
+def _lowest_io_priority() -> None:
+    """Best effort, at the end of the queue: behind whatever the training reads."""
+    import psutil
+
+    try:
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    except (OSError, psutil.Error):
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Verified reads: no byte of a shard reaches anyone before the checksum of its chunk is right.
+
+Chunks are read in parallel, past the page cache, each into a buffer of its thread; only the chunks that are needed are
+read. Called by `checkpoint.reshard`, `checkpoint.saving` (reading back) and `rerail ckpt verify`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from rerail.checkpoint.header import PAGE
+from rerail.checkpoint.manifest import RankManifest, digest
+from rerail.checkpoint.tiers import Read, Tier
+from rerail.errors import CheckpointError
+
+READERS = 4
+"""Chunks on their way from the disk at the same time."""
+
+
+class Copy(NamedTuple):
+    """Bytes wanted from a shard: where they are in the file, and the address they go to."""
+
+    at: int
+    size: int
+    address: int
+
+
+class _Part(NamedTuple):
+    start: int
+    address: int
+    size: int
+
+
+def read(tier: Tier, folder: str, manifest: RankManifest, wanted: Sequence[Copy]) -> int:
+    """Copy the wanted bytes out of a shard; how many bytes were read for it. CheckpointError if any is not right."""
+    parts: dict[int, list[_Part]] = defaultdict(list)
+    chunk = manifest.chunk
+    for at, size, address in wanted:
+        while size > 0:
+            index, start = divmod(at, chunk)
+            here = min(size, chunk - start)
+            parts[index].append(_Part(start, address, here))
+            at, address, size = at + here, address + here, size - here
+
+    def deliver(index: int, buffer: memoryview, source: int) -> None:
+        for start, address, size in parts[index]:
+            ctypes.memmove(address, source + start, size)
+
+    return _read_chunks(tier, folder, manifest, sorted(parts), deliver)
+
+
+def verify(tier: Tier, folder: str, manifest: RankManifest, progress: Callable[[int], None] = lambda size: None) -> int:
+    """Read a whole shard and check it; how many bytes it has."""
+    if not manifest.file:
+        return 0
+    return _read_chunks(
+        tier, folder, manifest, range(len(manifest.hashes)), lambda _, buffer, __: progress(len(buffer))
+    )
+
+
+def _read_chunks(
+    tier: Tier,
+    folder: str,
+    manifest: RankManifest,
+    chunks: Sequence[int],
+    deliver: Callable[[int, memoryview, int], None],
+) -> int:
+    if not chunks:
+        return 0
+    path = f"{folder}/{manifest.file}"
+    if tier.size(path) != manifest.size:
+        raise CheckpointError(f"{path} has {tier.size(path)} bytes, its manifest says {manifest.size}")
+    mine = threading.local()
+
+    def one(index: int, read: Read) -> int:
+        if not hasattr(mine, "buffer"):
+            memory = mmap.mmap(-1, -(-manifest.chunk // PAGE) * PAGE)
+            mine.buffer = memoryview(memory)
+            mine.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        size = min(manifest.chunk, manifest.size - index * manifest.chunk)
+        read(index * manifest.chunk, mine.buffer, size)
+        found = mine.buffer[:size]
+        if digest(found) != manifest.hashes[index]:
+            raise CheckpointError(f"{path}: chunk {index} ({size} bytes) does not match its checksum")
+        deliver(index, found, mine.address)
+        return size
+
+    with tier.reading(path) as read_file, ThreadPoolExecutor(READERS, thread_name_prefix="rerail-read") as pool:
+        return sum(pool.map(lambda index: one(index, read_file), chunks))

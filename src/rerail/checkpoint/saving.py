@@ -1,0 +1,249 @@
+"""One save: turns a sealed slot into a committed step on a tier.
+
+    shard (synced) -> manifest (synced) -> [all ranks' manifests are there] -> COMMIT (synced) -> told
+
+The lowest rank of the group is the coordinator: it waits for the others' manifests and commits. If a rank cannot write,
+it says so beside its manifest, the coordinator writes ABORT, and all ranks go to the next tier together. Called by
+`checkpoint.persister` in a thread for each save. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from rerail.checkpoint import manifest, names
+from rerail.checkpoint.arena import Arena, Meta
+from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
+from rerail.checkpoint.names import StepId
+from rerail.checkpoint.reading import verify
+from rerail.checkpoint.retention import Keep, prune
+from rerail.checkpoint.tiers import Tier, tier_at
+from rerail.errors import CheckpointError
+
+TRIES = 2
+"""Times a rank writes its shard to one tier, each time to a new file."""
+_LOOK_S = (0.01, 0.5)
+"""Seconds between two looks for the others' files: the first, and the longest."""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What to save, and where to."""
+
+    version: int
+    epoch: int
+    generation: int
+    rank: int
+    group: tuple[int, ...]
+    """The ranks that save together."""
+    world_size: int
+    tiers: tuple[str, ...]
+    """Where to, in order; the next one only if the one before failed."""
+    keep: Keep = Keep()
+    job: str = ""
+    metrics: dict[str, float] = {}
+    versions: dict[str, str] = {}
+    read_back: bool = True
+    """Read the shard from the disk again once it is committed, at low priority."""
+    deadline_s: float = 600.0
+    """Seconds that the slowest rank may take after this one."""
+
+    @property
+    def id(self) -> StepId:
+        return StepId(self.epoch, self.version, self.generation)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an order."""
+
+    version: int
+    ok: bool
+    url: str = ""
+    """The tier it was committed to."""
+    seconds: float = 0.0
+    size: int = 0
+    notes: tuple[str, ...] = ()
+    """What went wrong on the way, whether or not it was saved in the end."""
+
+
+def claim_epoch(tier: Tier, job: str) -> int:
+    """A number for this job that is greater than that of any job that wrote here before."""
+    tier.make_folder("")
+    while True:
+        epoch = newest_epoch(tier) + 1
+        body = msgspec.json.encode({"job": job, "claimed_at": time.time()})
+        with contextlib.suppress(FileExistsError):
+            tier.put(names.epoch_name(epoch), body, exclusive=True)
+            return epoch
+
+
+def newest_epoch(tier: Tier) -> int:
+    return max((epoch for name in tier.names() if (epoch := names.epoch_of(name)) is not None), default=0)
+
+
+def carry_out(order: Order, arena: Arena, busy: Callable[[], set[StepId]]) -> Iterator[Outcome]:
+    """Save to the first tier that takes it, then look after what is there.
+
+    `busy`: saves under way, whose folders are not to be tidied up.
+    """
+    started, notes = time.monotonic(), list[str]()
+    if not arena.lock_for_reading(order.version):
+        notes.append("the snapshot was overwritten before it could be saved")
+        yield Outcome(version=order.version, ok=False, notes=tuple(notes))
+        return
+    try:
+        meta = arena.meta(order.version)
+        saved = _to_first_tier(order, arena, meta, notes)
+    finally:
+        arena.unlock(order.version)
+    seconds = time.monotonic() - started
+    size = meta.file_size if meta.saved else 0
+    url = saved[0].url if saved else ""
+    yield Outcome(version=order.version, ok=bool(saved), url=url, seconds=seconds, size=size, notes=tuple(notes))
+    if saved:
+        _look_after(*saved, order, busy)
+
+
+def _to_first_tier(order: Order, arena: Arena, meta: Meta, notes: list[str]) -> tuple[Tier, RankManifest] | None:
+    for url in order.tiers:
+        try:
+            tier = tier_at(url)
+            return tier, _save_to(tier, order, arena, meta, notes)
+        except (OSError, CheckpointError) as error:
+            notes.append(f"{url}: {error}")
+    return None
+
+
+def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[[], set[StepId]]) -> None:
+    with contextlib.suppress(OSError, CheckpointError):
+        if order.read_back:
+            verify(tier, order.id.folder, written)
+            tier.put(f"{order.id.folder}/{names.verified_name(order.rank)}", b"")
+    with contextlib.suppress(OSError, CheckpointError):
+        if order.rank == min(order.group):
+            prune(tier, order.keep, order.id, busy())
+
+
+def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
+    folder = order.id.folder
+    tier.make_folder(folder)
+    try:
+        written = _write_shard(tier, order, arena, meta, notes)
+        tier.put(f"{folder}/{names.manifest_name(order.rank)}", manifest.encode(written))
+    except (OSError, CheckpointError) as error:
+        with contextlib.suppress(OSError):
+            tier.put(f"{folder}/{names.failure_name(order.rank)}", str(error).encode())
+        if order.rank == min(order.group):
+            _abort(tier, folder, f"rank {order.rank}: {error}")
+        raise
+    if order.rank == min(order.group):
+        _commit_when_whole(tier, order)
+    else:
+        _wait_for_commit(tier, order)
+    return written
+
+
+def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
+    file, hashes = "", list[str]()
+    for attempt in range(TRIES) if meta.saved else ():
+        file = names.shard_name(order.rank, attempt)
+        try:
+            hashes = tier.put_large(
+                f"{order.id.folder}/{file}", arena.image(order.version), meta.file_size, manifest.CHUNK
+            )
+            break
+        except OSError as error:
+            if attempt == TRIES - 1:
+                raise
+            notes.append(f"{tier.url}: {file}: {error}; tried again")
+    tensors: dict[str, SavedTensor] = {}
+    for entry in meta.entries[: meta.saved]:
+        known = tensors.get(entry.name)
+        box = SavedBox(entry.start, entry.shape, entry.at)
+        tensors[entry.name] = SavedTensor(entry.dtype, entry.whole, (*(known.boxes if known else ()), box))
+    return RankManifest(
+        epoch=order.epoch,
+        step=order.version,
+        generation=order.generation,
+        rank=order.rank,
+        world_size=order.world_size,
+        file=file,
+        size=meta.file_size if meta.saved else 0,
+        hashes=tuple(hashes),
+        tensors=tensors,
+        small=meta.small,
+    )
+
+
+def _commit_when_whole(tier: Tier, order: Order) -> None:
+    folder = order.id.folder
+    wanted = {names.manifest_name(rank): rank for rank in order.group}
+    failures = {names.failure_name(rank): rank for rank in order.group}
+
+    def missing() -> list[int]:
+        there = set(tier.names(folder))
+        for name in failures.keys() & there:
+            told = tier.get(f"{folder}/{name}", 1 << 16).decode(errors="replace")
+            raise CheckpointError(f"rank {failures[name]} could not write: {told}")
+        return [rank for name, rank in wanted.items() if name not in there]
+
+    try:
+        _look_until(lambda: not missing(), order.deadline_s, lambda: f"ranks {missing()} have not saved")
+        entries = {}
+        for name, rank in sorted(wanted.items()):
+            data = tier.get(f"{folder}/{name}", manifest.LARGEST)
+            entries[str(rank)] = RankEntry(len(data), manifest.digest(data))
+        newest = newest_epoch(tier)
+        if newest > order.epoch:
+            raise CheckpointError(
+                f"another job (epoch {newest}) has begun to write here; this one is epoch {order.epoch}"
+            )
+        commit = Commit(
+            epoch=order.epoch,
+            step=order.version,
+            generation=order.generation,
+            world_size=order.world_size,
+            ranks=entries,
+            saved_at=time.time(),
+            job=order.job,
+            metrics=order.metrics,
+            versions=order.versions,
+        )
+        for rank in order.group:
+            manifest.decode_rank(tier.get(f"{folder}/{names.manifest_name(rank)}", manifest.LARGEST), commit, rank)
+        tier.put(f"{folder}/{names.COMMIT}", manifest.encode_commit(commit))
+    except (OSError, CheckpointError) as error:
+        _abort(tier, folder, str(error))
+        raise
+
+
+def _wait_for_commit(tier: Tier, order: Order) -> None:
+    folder = order.id.folder
+
+    def decided() -> bool:
+        there = tier.names(folder)
+        if names.COMMIT in there:
+            return True
+        if names.ABORT in there:
+            told = tier.get(f"{folder}/{names.ABORT}", 1 << 16).decode(errors="replace")
+            raise CheckpointError(f"given up by the coordinator: {told}")
+        return False
+
+    _look_until(decided, order.deadline_s, lambda: "the coordinator has neither committed nor given up")
+
+
+def _abort(tier: Tier, folder: str, why: str) -> None:
+    with contextlib.suppress(OSError):
+        tier.put(f"{folder}/{names.ABORT}", why.encode())
+
+
+def _look_until(condition: Callable[[], bool], limit_s: float, what: Callable[[], str]) -> None:
+    until, pause = time.monotonic() + limit_s, _LOOK_S[0]
+    while not condition():
+        if time.monotonic() > until:
+            raise CheckpointError(f"{what()} after {limit_s:.0f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK_S[1])

@@ -1,0 +1,262 @@
+"""Copies this rank's state into a slot of its arena, while the step goes on where that is safe.
+
+The layout is planned once: a safetensors header, what this rank saves in the order of the file, then what it keeps in
+memory only. Parameters change in the update alone, so a copy may run beside forward and backward; `before_update` is
+where the trainer waits for it. Called by `session.snapshotting`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rerail.checkpoint import header
+from rerail.checkpoint.arena import Arena, Entry, Meta
+from rerail.checkpoint.dtypes import code_of, dtype_of
+from rerail.errors import StateError
+
+ALIGN = 64
+SMALL_ROOM = 4 << 20
+"""Bytes kept for the small state in each slot."""
+
+
+class Piece(NamedTuple):
+    """A tensor of this rank: its local part, which box of the whole it is, and whether this rank is the one to save it."""
+
+    name: str
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    saved: bool
+    changing: bool = False
+    """Changes in a forward pass, so that it is copied at once."""
+
+
+class _Layout(NamedTuple):
+    pieces: Sequence[Piece]
+    key: list[Any]
+    order: list[int]
+    """Which piece each entry is."""
+    entries: list[Entry]
+    saved: int
+    file_size: int
+    image_size: int
+    head: bytes
+
+
+class Stager:
+    """Fills slots; one at a time."""
+
+    def __init__(self, arena: Arena, *, slots: int = 2, overlap: bool = True) -> None:
+        self.arena, self._slots, self._overlap = arena, slots, overlap
+        self._layout: _Layout | None = None
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._side: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], object]] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def stage(
+        self,
+        version: int,
+        pieces: Sequence[Piece],
+        small: bytes,
+        *,
+        pinned: frozenset[int] = frozenset(),
+        sealed: Callable[[int], None] = lambda version: None,
+    ) -> bool:
+        """Begin to copy; `sealed(version)` is called when the slot is whole. False if every slot is still being read."""
+        self.settle()
+        layout = self._plan(pieces)
+        slot = self.arena.begin(version, pinned)
+        if slot is None:
+            return False
+        meta = Meta(layout.entries, layout.saved, layout.file_size, small)
+
+        def finish() -> None:
+            self.arena.seal(slot, version, meta)
+            sealed(version)
+
+        memory, base = self.arena.slot_image(slot)
+        memory[base : base + len(layout.head)] = layout.head
+        views = self._views_of(slot, layout)
+        now = [index for index, piece in enumerate(layout.order) if pieces[piece].changing]
+        later = [index for index, piece in enumerate(layout.order) if not pieces[piece].changing]
+
+        def chosen(some: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            return [views[index] for index in some], [pieces[layout.order[index]].tensor for index in some]
+
+        try:
+            if now:
+                _copy_all(*chosen(now))
+            if later:
+                self._copy(*chosen(later), finish)
+            else:
+                finish()
+        except BaseException:
+            self.arena.give_up(slot)
+            raise
+        return True
+
+    def before_update(self) -> None:
+        """What is being copied is about to change: wait until it is copied."""
+        copied = self._copied
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+            self._copied = None
+        elif not self._idle.is_set():
+            self._idle.wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is being copied any more."""
+        self._idle.wait()
+        self._copied = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise StateError(f"the state could not be copied: {error}") from error
+
+    # --- copying ---
+
+    def _copy(self, views: list[torch.Tensor], tensors: list[torch.Tensor], finish: Callable[[], None]) -> None:
+        if any(tensor.is_cuda for tensor in tensors):
+            self._from_device(views, tensors, finish)
+        elif self._overlap:
+            self._in_background(lambda: _copy_all(views, tensors), finish)
+        else:
+            _copy_all(views, tensors)
+            finish()
+
+    def _from_device(self, views: list[torch.Tensor], tensors: list[torch.Tensor], finish: Callable[[], None]) -> None:
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side), torch.no_grad():
+            for view, tensor in zip(views, tensors, strict=True):
+                view.copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._side)
+        if self._overlap:
+            self._copied = copied
+            self._in_background(copied.synchronize, finish, tensors)
+        else:
+            copied.synchronize()
+            finish()
+
+    def _in_background(self, copy: Callable[[], None], finish: Callable[[], None], held: object = None) -> None:
+        """`held` is kept alive until the copy is done."""
+
+        def task() -> None:
+            copy()
+            finish()
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rerail-stage", daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        self._tasks.put((task, held))
+
+    def _work(self) -> None:
+        while True:
+            task, held = self._tasks.get()
+            try:
+                task()
+            except BaseException as error:
+                self._error = error
+            del task, held
+            self._idle.set()
+
+    # --- the layout ---
+
+    def _plan(self, pieces: Sequence[Piece]) -> _Layout:
+        key = [
+            (p.name, p.tensor.dtype, p.tensor.shape, p.tensor.device.type, p.whole, p.start, p.saved) for p in pieces
+        ]
+        if self._layout is not None and self._layout.key == key:
+            return self._layout
+        saved = [index for index, piece in enumerate(pieces) if piece.saved]
+        # wide types first: everything is aligned without a gap, which safetensors does not allow
+        saved.sort(key=lambda index: -pieces[index].tensor.element_size())
+        names = _unique([pieces[index].name for index in saved])
+        described = [
+            (name, code_of(pieces[index].tensor.dtype), tuple(pieces[index].tensor.shape))
+            for name, index in zip(names, saved, strict=True)
+        ]
+        head, placed = header.build(described, {"format": "pt"})
+        file_size = placed[-1].at + placed[-1].size if placed else len(head)
+        at, places = file_size, [tensor.at for tensor in placed]
+        rest = [index for index, piece in enumerate(pieces) if not piece.saved]
+        for index in rest:
+            at = -(-at // ALIGN) * ALIGN
+            places.append(at)
+            at += pieces[index].tensor.numel() * pieces[index].tensor.element_size()
+        entries = [_entry(pieces[index], place) for index, place in zip([*saved, *rest], places, strict=True)]
+        layout = _Layout(pieces, key, [*saved, *rest], entries, len(saved), file_size, at, head)
+        self._make_room(layout)
+        return layout
+
+    def _make_room(self, layout: _Layout) -> None:
+        table = sum(len(entry.name) + 96 for entry in layout.entries)
+        self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size)
+        self._layout, self._views = layout, {}
+        _pin(self.arena.slot_image(0)[0])
+
+    def _views_of(self, slot: int, layout: _Layout) -> list[torch.Tensor]:
+        views = self._views.get(slot)
+        if views is None:
+            memory, base = self.arena.slot_image(slot)
+            views = []
+            for entry, index in zip(layout.entries, layout.order, strict=True):
+                dtype = layout.key[index][1]
+                count = int(torch.Size(entry.shape).numel())
+                flat = torch.empty(0, dtype=dtype)
+                if count:
+                    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=base + entry.at)
+                views.append(flat.view(entry.shape))
+            self._views[slot] = views
+        return views
+
+
+def _copy_all(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(views, tensors)
+
+
+def _pin(memory: mmap.mmap) -> None:
+    """Let the device write to this memory directly; without it every copy takes a detour."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
+
+
+def view_of(image: memoryview, entry: Entry) -> torch.Tensor:
+    """A tensor in a sealed slot, without a copy."""
+    dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
+    flat = torch.frombuffer(image, dtype=dtype, count=count, offset=entry.at) if count else torch.empty(0, dtype=dtype)
+    return flat.view(entry.shape)
+
+
+def _entry(piece: Piece, at: int) -> Entry:
+    tensor = piece.tensor
+    return Entry(
+        piece.name, code_of(tensor.dtype), tuple(tensor.shape), tensor.device.type, at, piece.whole, piece.start
+    )
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Keys for the file: a second part of the same tensor gets a number."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        found.append(name if not count else f"{name}#{count}")
+    return found

@@ -1,0 +1,127 @@
+"""The rank's side of saving: starts the persister, sends it orders, and keeps count of what became of them.
+
+A persister that dies is started again and given its open orders once more; a slot it was reading is free again by the
+kernel's word. Called by `session.checkpoints`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from rerail.checkpoint.persister import LONGEST
+from rerail.checkpoint.saving import Order, Outcome
+
+STARTS = 3
+"""Times that one order may take a persister down before it is given up."""
+
+
+class Writer:
+    """Orders under way, and the process that carries them out."""
+
+    def __init__(self, arena_fd: int, on_outcome: Callable[[Outcome], None]) -> None:
+        self._arena_fd = arena_fd
+        self._on_outcome = on_outcome
+        self._open: dict[int, tuple[Order, int]] = {}
+        self._changed = threading.Condition()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._closing = False
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Versions that are ordered and not yet saved: their slots must not be filled again."""
+        with self._changed:
+            return frozenset(self._open)
+
+    @property
+    def pid(self) -> int:
+        """The persister's process id; 0 while there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    def save(self, order: Order) -> None:
+        """Hand over an order. Its outcome comes later, from another thread."""
+        data = msgspec.json.encode(order)
+        with self._changed:
+            self._open[order.version] = (order, 1)
+            self._send(data)
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Until every order has an outcome. False if that took longer than `limit_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, limit_s)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Wait for what is under way, then let the persister go."""
+        self.wait(limit_s)
+        with self._changed:
+            self._closing = True
+            link, process = self._link, self._process
+        if link is not None:
+            link.shutdown(socket.SHUT_RDWR)
+        if process is not None:
+            process.wait()
+
+    def _send(self, data: bytes) -> None:
+        if self._link is None:
+            self._start()
+        try:
+            self._link.send(data)  # type: ignore[union-attr]
+        except OSError:
+            pass  # it died just now: the listening thread starts another and sends this order again
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "rerail.checkpoint.persister", str(theirs.fileno()), str(self._arena_fd)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), self._arena_fd),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the rank; what was ordered is finished
+            )
+        self._link = ours
+        threading.Thread(target=self._listen, args=(ours, self._process), name="rerail-saved", daemon=True).start()
+
+    def _listen(self, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        decoder = msgspec.json.Decoder(Outcome)
+        while True:
+            try:
+                data = link.recv(LONGEST)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            self._settle(decoder.decode(data))
+        code = process.wait()
+        link.close()
+        with self._changed:
+            self._link = self._process = None
+            if self._closing:
+                return
+            again = list(self._open.values())
+        for order, starts in again:
+            self._try_again(order, starts, code)
+
+    def _try_again(self, order: Order, starts: int, code: int) -> None:
+        how = f"the persister ended with code {code}"
+        if starts >= STARTS:
+            self._settle(Outcome(version=order.version, ok=False, notes=(f"{how}, {starts} times",)))
+            return
+        with self._changed:
+            self._open[order.version] = (order, starts + 1)
+            self._send(msgspec.json.encode(order))
+
+    def _settle(self, outcome: Outcome) -> None:
+        self._on_outcome(outcome)
+        with self._changed:
+            self._open.pop(outcome.version, None)
+            self._changed.notify_all()

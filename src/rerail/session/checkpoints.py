@@ -1,0 +1,245 @@
+"""The rank's part in durable checkpoints: when the next one is due, what becomes of it, and which one to start from.
+
+    snapshot of version v sealed -> Order -> persister -> Outcome -> told once, by the coordinator's rank
+
+All ranks save the same versions: the next one is agreed by one small collective after each save, inside a step, so that a
+fault repeats it. Made by `session.job`; the snapshots themselves are `session.snapshotting`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rerail.checkpoint import catalog, saving
+from rerail.checkpoint.catalog import Step
+from rerail.checkpoint.names import StepId
+from rerail.checkpoint.retention import Keep
+from rerail.checkpoint.saving import Order, Outcome
+from rerail.checkpoint.schedule import Costs, EverySteps, Planned, When
+from rerail.checkpoint.tiers import Tier, tier_at
+from rerail.checkpoint.writer import Writer
+from rerail.errors import CheckpointError, StateError
+from rerail.session import loading
+from rerail.session.fabric import Mode, fabric, hearing
+
+if TYPE_CHECKING:
+    from rerail.session.job import Job
+
+FIRST_AFTER = 20
+"""Steps before the first save of a rule that goes by measured times."""
+
+
+class Checkpoints:
+    """Saving and loading for one job on one rank."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tiers: list[Tier] = []
+        self._when: When = Planned()
+        self._keep = Keep()
+        self._writer: Writer | None = None
+        self.epoch = 0
+        self.next_save = -1
+        """The version to save next; -1: none is."""
+        self.newest = -1
+        """The version last ordered to be saved, or started from."""
+        self._metrics: dict[str, float] = {}
+        self._saved_s: list[float] = []
+        self.stall_s = 0.0
+        """What the last snapshot for a save cost the trainer."""
+
+    # --- set up ---
+
+    def configure(self, where: Sequence[str | Path], when: When | int | None, keep: Keep | int | None) -> None:
+        if not where:
+            raise StateError("job.checkpoints() needs at least one place: a directory or a URL")
+        self._tiers = [tier_at(os.fspath(place)) for place in where]
+        self._when = EverySteps(when) if isinstance(when, int) else (when or Planned())
+        self._keep = Keep(last=keep) if isinstance(keep, int) else (keep or Keep())
+
+    @property
+    def on(self) -> bool:
+        return bool(self._tiers)
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Versions that are being written; their slots are taken."""
+        return self._writer.pinned if self._writer is not None else frozenset()
+
+    def begin(self, arena_fd: int) -> None:
+        """Before the first step of this process: take the right to write here, and start from the newest step."""
+        if not self.on:
+            return
+        if arena_fd < 0:
+            raise StateError("checkpoints need shared memory, and this process could not get any")
+        self._writer = Writer(arena_fd, self._on_outcome)
+
+    def claim(self) -> None:
+        """All ranks together: a new epoch for this start of the job."""
+        if not self.on:
+            return
+        claimed = saving.claim_epoch(self._tiers[0], _job_name()) if self._job.rank == 0 else 0
+        self.epoch = self._from_rank_0([claimed])[0]
+        self._plan_next()
+
+    def adopt(self, epoch: int, next_save: int) -> None:
+        """What the small state of a version says about saving; a process that has claimed an epoch keeps its own."""
+        if epoch:
+            self.epoch, self.next_save = self.epoch or epoch, next_save
+
+    # --- saving ---
+
+    def due(self, version: int) -> bool:
+        return self.on and version == self.next_save
+
+    def sealed(self, version: int) -> None:
+        """The snapshot to be saved is whole. From the staging thread."""
+        job = self._job
+        if self._writer is None:
+            return
+        order = Order(
+            version=version,
+            epoch=self.epoch,
+            generation=max(fabric.generation, 0),
+            rank=job.rank,
+            group=tuple(range(job.world_size)),
+            world_size=job.world_size,
+            tiers=tuple(tier.url for tier in self._tiers),
+            keep=self._keep,
+            job=_job_name(),
+            metrics=dict(self._metrics),
+            versions=_versions(),
+        )
+        self.newest = version
+        self._writer.save(order)
+
+    def missed(self, version: int) -> None:
+        """Every slot is still being written: the save is left out, not waited for."""
+        if self._job.rank == 0:
+            _say(f"checkpoint of step {version} left out: the one before is still being written")
+
+    def agree(self) -> None:
+        """Inside the step behind a save: when the next one is."""
+        job = self._job
+        if not self.on or job._version != self.next_save or job.rehearsing:
+            return
+        if isinstance(self._when, EverySteps):
+            self.next_save = job._version + self._when.steps(Costs(0.0, 0.0, 0.0))
+            return
+        wish = torch.tensor([self._wish()], dtype=torch.int64)
+        if job.world_size > 1:
+            with hearing.paused():
+                dist.all_reduce(wish, dist.ReduceOp.MAX)
+        if job._rejoin is None or fabric.mode is Mode.LIVE:
+            self.next_save = job._version + int(wish.item())
+
+    def metric(self, name: str, value: float) -> None:
+        """A number that goes with the next save; `Keep(best=..., metric=...)` looks at it."""
+        self._metrics[name] = float(value)
+
+    def wait(self) -> None:
+        """Wait for what is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _wish(self) -> int:
+        step_s = statistics.median(self._job._durations) if self._job._durations else 0.0
+        save_s = statistics.median(self._saved_s) if self._saved_s else 0.0
+        return max(1, self._when.steps(Costs(step_s, self.stall_s, save_s)))
+
+    def _plan_next(self) -> None:
+        first = self._when.interval if isinstance(self._when, EverySteps) else FIRST_AFTER
+        self.next_save = self._job._version + max(1, first)
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        if outcome.ok:
+            self._saved_s.append(outcome.seconds)
+            del self._saved_s[:-8]
+        if self._job.rank == 0 or not outcome.ok:
+            for note in outcome.notes:
+                _say(f"rank {self._job.rank}: checkpoint of step {outcome.version}: {note}")
+        if self._job.rank == 0:
+            if outcome.ok:
+                _say(f"checkpoint of step {outcome.version} saved to {outcome.url} in {outcome.seconds:.2f} s")
+            else:
+                _say(f"checkpoint of step {outcome.version} was not saved; training goes on")
+
+    # --- loading ---
+
+    def restore(self) -> bool:
+        """Load the newest step that every rank can read. False if there is none. All ranks together."""
+        job = self._job
+        tried = 0
+        found = list(catalog.candidates(self._tiers)) if job.rank == 0 else []
+        while True:
+            chosen = self._from_rank_0(self._next_candidate(found) if job.rank == 0 else [0] * 5)
+            if not chosen[0]:
+                if tried and job.rank == 0:
+                    _say("no checkpoint can be read; training begins at step 0")
+                return False
+            tried += 1
+            started, problem = time.monotonic(), ""
+            try:
+                step = catalog.open_step(self._tiers[chosen[4]], StepId(*chosen[1:4]))
+                loading.load(job, step)
+            except (OSError, CheckpointError, StateError) as error:
+                problem = str(error)
+                _say(f"rank {job.rank}: the checkpoint of step {chosen[2]} is passed over: {problem}")
+            if self._all_well(not problem):
+                self.newest = job._version
+                self._plan_next()
+                if job.rank == 0:
+                    _say(f"starts from the checkpoint of step {chosen[2]} ({time.monotonic() - started:.2f} s)")
+                return True
+
+    def _next_candidate(self, found: list[catalog.Found]) -> list[int]:
+        """[1, epoch, step, generation, tier] of the newest step that is whole; [0, ...] when there is none left."""
+        while found:
+            one = found.pop(0)
+            try:
+                step: Step = catalog.open_step(one.tier, one.id)
+            except (OSError, CheckpointError) as error:
+                _say(f"{one.tier.url}/{one.id.folder} is passed over: {error}")
+                continue
+            return [1, *step.id, self._tiers.index(one.tier)]
+        return [0] * 5
+
+    def _from_rank_0(self, numbers: list[int]) -> list[int]:
+        if self._job.world_size == 1:
+            return numbers
+        told = torch.tensor(numbers, dtype=torch.int64)
+        with hearing.paused():
+            dist.broadcast(told, 0)
+        return [int(number) for number in told.tolist()]
+
+    def _all_well(self, well: bool) -> bool:
+        if self._job.world_size == 1:
+            return well
+        told = torch.tensor([int(well)], dtype=torch.int64)
+        with hearing.paused():
+            dist.all_reduce(told, dist.ReduceOp.MIN)
+        return bool(told.item())
+
+
+def _say(text: str) -> None:
+    print(f"rerail: {text}", file=sys.stderr, flush=True)
+
+
+def _job_name() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _versions() -> dict[str, str]:
+    from rerail import __version__
+
+    return {"rerail": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -1,0 +1,93 @@
+"""Brings a rank to the state of a saved step, whatever layout and number of ranks it was saved with.
+
+Called by `session.checkpoints` on every rank before the first step.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rerail.checkpoint import reshard
+from rerail.checkpoint.catalog import Saved, Step
+from rerail.checkpoint.dtypes import dtype_of
+from rerail.checkpoint.reshard import Wanted
+from rerail.errors import CheckpointError
+from rerail.session import plain, restore, rng
+from rerail.session.cursor import Position
+from rerail.session.pieces import Pieces
+from rerail.session.small import Small, decode
+
+if TYPE_CHECKING:
+    from rerail.session.job import Job
+
+
+def load(job: Job, step: Step) -> None:
+    """Tensors, schedules, random state and place in the data of `step`."""
+    saved = step.tensors()
+    small = _small_of(step, job.rank, job.world_size)
+    pieces = Pieces(job._tracked, job.rank, job.world_size)
+    pieces.make_room(saved)
+    objects = plain.decode(small.objects)
+    taken_out = {name: _empty(saved, _named(name, saved, job.rank)) for name in _references(objects)}
+    wanted = [
+        Wanted(_named(piece.name, saved, job.rank), piece.tensor, piece.whole, piece.start)
+        for piece in pieces.all()
+        if piece.name not in taken_out
+    ]
+    wanted += [
+        Wanted(_named(name, saved, job.rank), tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        for name, tensor in taken_out.items()
+    ]
+    reshard.load(step, wanted)
+    pieces.forget_unsaved(saved)
+    job._tracked.load_small_objects(small.objects, taken_out)
+    job._tracked.clear_gradients()
+    restore.small(job, small, fresh=True)
+
+
+def _small_of(step: Step, rank: int, world_size: int) -> Small:
+    """This rank's own small state; with another number of ranks, the nearest to it."""
+    before = step.commit.world_size
+    try:
+        small = decode(step.manifests[rank % before].small)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"the small state of rank {rank % before} cannot be read: {error}") from error
+    if before == world_size:
+        return small
+    position = small.position
+    if rank == 0:
+        print(
+            f"rerail: saved by {before} ranks, read by {world_size}: the tensors are exact, the place in the data is that "
+            "of the same number of samples, random states start anew where a rank is new",
+            file=sys.stderr,
+        )
+    moved = Position(position.epoch, position.index * before // world_size, position.epoch_random, None)
+    random = small.random if rank < before else rng.capture()
+    return msgspec.structs.replace(small, position=moved, random=random)
+
+
+def _named(name: str, saved: dict[str, Saved], rank: int) -> str:
+    """The name it was saved under: the job's, or this rank's own."""
+    for candidate in (name, f"rank{rank}/{name}"):
+        if candidate in saved:
+            return candidate
+    raise CheckpointError(f"{name!r} is not in the checkpoint: the script builds another model than the one saved")
+
+
+def _empty(saved: dict[str, Saved], name: str) -> torch.Tensor:
+    return torch.empty(saved[name].shape, dtype=dtype_of(saved[name].dtype))
+
+
+def _references(state: Any) -> list[str]:
+    """Names of the tensors that were taken out of nested plain data."""
+    if isinstance(state, dict):
+        if set(state) == {"__tensor__"}:
+            return [state["__tensor__"]]
+        return [name for value in state.values() for name in _references(value)]
+    if isinstance(state, list):
+        return [name for value in state for name in _references(value)]
+    return []
