@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.rerail-setup
 ARGS ?=
 
-.PHONY: help setup check format test demo bench clean
+.PHONY: help setup check format test test-crash demo bench bench-checkpoint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   virtual environment in .venv, with rerail and its tools"
 	@echo "make demo    four ranks train a small GPT while things break"
 	@echo "make test    all tests"
+	@echo "make test-crash  saves killed at every system call, power cuts, full disks (minutes; as root on Linux)"
 	@echo "make check   ruff, mypy --strict, import layers, module sizes"
 	@echo "make format  let ruff fix and format"
 	@echo "make bench   recovery benchmark (ARGS=--quick for a short one)"
+	@echo "make bench-checkpoint  saving and loading beside fio and DCP (minutes, and 10 GB of disk)"
 	@echo "make clean   remove caches and build output; .venv stays"
 
 setup: $(STAMP)
@@ -42,11 +44,21 @@ format: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n 2 $(ARGS)
 
+# One process: the tests mount images and count system calls.
+test-crash: $(STAMP)
+	@command -v strace >/dev/null && command -v mkfs.xfs >/dev/null \
+		|| { apt-get update -qq && apt-get install -y -qq strace xfsprogs; }
+	$(BIN)/pytest tests/crash $(ARGS)
+
 demo: $(STAMP)
 	@$(BIN)/rerail demo $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python bench/recovery.py $(ARGS)
+
+bench-checkpoint: $(STAMP)
+	@command -v fio >/dev/null || apt-get install --yes --quiet fio
+	$(BIN)/python bench/checkpoint.py $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis bench/results

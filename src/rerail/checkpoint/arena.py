@@ -51,6 +51,8 @@ class Meta(msgspec.Struct, frozen=True, array_like=True):
     saved: int
     file_size: int
     small: bytes
+    order: bytes = b""
+    """How to save it, for whoever finds it when the rank is gone; empty where nobody asked for checkpoints."""
 
 
 class Seal(NamedTuple):
@@ -59,6 +61,7 @@ class Seal(NamedTuple):
     version: int
     slot: int
     length: int
+    crc: int
 
 
 class Arena:
@@ -79,14 +82,17 @@ class Arena:
         for slot in range(self._slots):
             version, length, crc, head = _SEAL.unpack_from(self._memory(), _seal_at(slot))
             if version >= 0 and head == _seal_crc(version, length, crc):
-                found.append(Seal(version, slot, length))
+                found.append(Seal(version, slot, length, crc))
         return sorted(found)
 
     def meta(self, version: int) -> Meta:
         """What is kept of a sealed version."""
         seal = self._find(version)
         base = self._base(seal.slot)
-        return msgspec.msgpack.decode(self._memory()[base : base + seal.length], type=Meta)
+        data = self._memory()[base : base + seal.length]
+        if zlib.crc32(data) != seal.crc:
+            raise StateError(f"version {version} in this rank's arena has been overwritten")
+        return msgspec.msgpack.decode(data, type=Meta)
 
     def image(self, version: int) -> memoryview:
         """The bytes of a sealed version's tensors, headed by a safetensors header."""
@@ -120,7 +126,8 @@ class Arena:
         for slot in range(self._slots):
             if not self._try_lock(slot):
                 raise StateError("the state has grown while its last checkpoint is still being written")
-        self._map, self._slots = None, 0
+        # Python closes a descriptor of its own with the old map, and with it go all locks: not before the new one is there.
+        old, self._map, self._slots = self._map, None, 0
         total = PAGE + slots * (meta_bytes + image_bytes)
         try:
             os.ftruncate(self.fd, 0)
@@ -130,12 +137,13 @@ class Arena:
             raise StateError(
                 f"no memory for snapshots: {slots} times {image_bytes >> 20} MiB were asked for ({error.strerror})"
             ) from error
-        self._map = mmap.mmap(self.fd, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._map = mmap.mmap(self.fd, total)
         self._slots, self._meta_bytes, self._image_bytes = slots, meta_bytes, image_bytes
         for slot in range(slots):
             _SEAL.pack_into(self._map, _seal_at(slot), _NO_VERSION, 0, 0, 0)
             self._unlock_slot(slot)
         _HEAD.pack_into(self._map, 0, MAGIC, slots, meta_bytes, image_bytes)
+        del old
 
     def begin(self, version: int, pinned: frozenset[int] = frozenset()) -> int | None:
         """Break the seal of the slot to fill next and lock it: an old one that nobody reads. None if there is none."""

@@ -77,11 +77,18 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two of the boxes that share an element, if there are any."""
-    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.start)
-    for index, box in enumerate(ordered):
-        end = box.start[0] + box.shape[0] if box.shape else 1
-        for other in ordered[index + 1 :]:
-            if other.start and other.start[0] >= end:
+    some = [box for box in boxes if box.volume]
+    if len(some) < 2:
+        return None
+    if not some[0].shape:
+        return some[0], some[1]
+    # along the dimension that parts them best, so that few have to be compared
+    along = max(range(len(some[0].shape)), key=lambda dim: len({box.start[dim] for box in some}))
+    some.sort(key=lambda box: box.start[along])
+    for index, box in enumerate(some):
+        end = box.start[along] + box.shape[along]
+        for other in some[index + 1 :]:
+            if other.start[along] >= end:
                 break
             if intersection(box, other) is not None:
                 return box, other

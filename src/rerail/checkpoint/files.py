@@ -25,6 +25,7 @@ from rerail.errors import CheckpointError
 WRITERS = 4
 """Chunks on their way to the disk at the same time."""
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FileTier:
@@ -45,8 +46,9 @@ class FileTier:
 
     def get(self, path: str, limit: int) -> bytes:
         with open(self.root / path, "rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
+            too_long = os.fstat(file.fileno()).st_size > limit
+            data = b"" if too_long else file.read(limit + 1)
+        if too_long or len(data) > limit:
             raise CheckpointError(f"{self.root / path} has more than {limit} bytes")
         return data
 
@@ -74,7 +76,7 @@ class FileTier:
         try:
             os.mkdir(self.root / folder)
         except FileExistsError:
-            pass
+            sync_directory(self.root / folder)  # whoever died here may have left names that are not on the disk yet
         sync_directory(self.root)
 
     def _make_root(self, path: Path) -> None:
@@ -87,18 +89,26 @@ class FileTier:
 
     def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         target = self.root / path
-        # A name that must be new is claimed by its creation; any other appears only when all of it is on the disk.
-        first = target if exclusive else target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+        # The name appears only when all of it is on the disk.
+        first = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
         with _new_file(first, direct=False) as (fd, _):
             _write_fully(fd, memoryview(data), 0)
             os.fsync(fd)
-        if first != target:
-            try:
+        try:
+            if exclusive:
+                _link(first, target, data)
+            else:
                 os.rename(first, target)
-            except OSError:
-                first.unlink(missing_ok=True)
-                raise
-        sync_directory(target.parent)
+        finally:
+            with contextlib.suppress(OSError):  # after a rename there is nothing left to remove
+                first.unlink()
+        try:
+            sync_directory(target.parent)
+        except OSError:
+            # others must not count on a name that a power cut may take away
+            with contextlib.suppress(OSError):
+                target.unlink()
+            raise
 
     def put_large(self, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
         padded = -(-size // PAGE) * PAGE
@@ -111,7 +121,7 @@ class FileTier:
             if direct and padded != size:
                 os.ftruncate(fd, size)
             os.fsync(fd)
-        sync_directory((self.root / path).parent)
+            sync_directory((self.root / path).parent)
         return hashes
 
     @staticmethod
@@ -131,10 +141,12 @@ class FileTier:
                 wait(futures)
 
     def remove(self, folder: str) -> None:
-        trash = self.root / f"{TRASH}{folder}-{uuid.uuid4().hex[:8]}"
+        trash = self.root / folder
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.root / folder, trash)
-            sync_directory(self.root)
+            if not folder.startswith(TRASH):
+                trash = self.root / f"{TRASH}{folder}-{uuid.uuid4().hex[:8]}"
+                os.rename(self.root / folder, trash)
+                sync_directory(self.root)
             shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -158,6 +170,19 @@ def _new_file(path: Path, *, direct: bool = True) -> Iterator[tuple[int, bool]]:
         raise
     finally:
         os.close(fd)
+
+
+def _link(first: Path, target: Path, data: bytes) -> None:
+    """Give a whole file its name, unless another has it."""
+    try:
+        os.link(first, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # without links the name is claimed by its creation, and the file is whole a moment later
+        with _new_file(target, direct=False) as (fd, _):
+            _write_fully(fd, memoryview(data), 0)
+            os.fsync(fd)
 
 
 def _write_fully(fd: int, data: memoryview, offset: int) -> None:

@@ -84,7 +84,7 @@ def parse(data: bytes, file_size: int) -> tuple[list[Tensor], dict[str, str]]:
     for key, entry in entries.items():
         begin, end = entry.data_offsets
         size = SIZES.get(entry.dtype, -1) * math.prod(entry.shape)
-        if any(length < 0 for length in entry.shape) or begin < 0 or end - begin != size:
+        if size < 0 or any(length < 0 for length in entry.shape) or begin < 0 or end - begin != size:
             raise CheckpointError(f"safetensors header: {key!r} is {entry.dtype}{entry.shape} in {end - begin} bytes")
         if len(data) + end > file_size:
             raise CheckpointError(f"safetensors header: {key!r} ends behind the end of the file")

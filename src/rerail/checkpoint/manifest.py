@@ -8,6 +8,7 @@ by their checksums, a manifest for its shard chunk by chunk, and COMMIT for itse
 from __future__ import annotations
 
 import math
+import re
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ CHUNK = 4 << 20
 """Bytes under one checksum: the least that is read to verify anything."""
 _LEAST_CHUNK, _MOST_CHUNK = 4096, 64 << 20
 _MOST_ELEMENTS = 1 << 50
+_MOST_DIMENSIONS = 64
+_RANK = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 
 S = TypeVar("S")
 
@@ -71,6 +74,12 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The exact small state of this rank: random state, place in the data, schedules."""
 
 
+class _Format(msgspec.Struct):
+    """All that is read before it is known whether the rest can be."""
+
+    format: int
+
+
 class RankEntry(msgspec.Struct, frozen=True):
     """COMMIT's word for one rank's manifest."""
 
@@ -113,8 +122,8 @@ def encode_commit(commit: Commit) -> bytes:
 
 def decode_commit(data: bytes, expected: StepId) -> Commit:
     """A COMMIT that is whole and of this directory, or CheckpointError."""
-    body, _, last = data.rstrip(b"\n").rpartition(b"\n")
-    if digest(body).encode() != last:
+    body, _, _ = data[:-1].rpartition(b"\n")
+    if data != body + b"\n" + digest(body).encode() + b"\n":
         raise CheckpointError("COMMIT does not match its own checksum")
     commit = _decode(body, Commit, "COMMIT")
     if commit.id != expected:
@@ -122,7 +131,7 @@ def decode_commit(data: bytes, expected: StepId) -> Commit:
     if commit.world_size < 1 or not commit.ranks:
         raise CheckpointError("COMMIT names no ranks")
     for name, entry in commit.ranks.items():
-        if not name.isascii() or not name.isdigit() or int(name) >= commit.world_size:
+        if not _RANK.fullmatch(name) or int(name) >= commit.world_size:
             raise CheckpointError(f"COMMIT names rank {name!r} of {commit.world_size}")
         if not 0 <= entry.size <= LARGEST:
             raise CheckpointError(f"COMMIT: the manifest of rank {name} would have {entry.size} bytes")
@@ -135,8 +144,17 @@ def decode_rank(data: bytes, commit: Commit, rank: int) -> RankManifest:
     where = names.manifest_name(rank)
     if len(data) != entry.size or digest(data) != entry.xxh3:
         raise CheckpointError(f"{where} is not the one that COMMIT vouches for")
+    manifest = decode_own(data, commit.id, rank)
+    if manifest.world_size != commit.world_size:
+        raise CheckpointError(f"{where} is of {manifest.world_size} ranks, COMMIT of {commit.world_size}")
+    return manifest
+
+
+def decode_own(data: bytes, expected: StepId, rank: int) -> RankManifest:
+    """The same without a COMMIT: nothing says yet that these bytes are right."""
+    where = names.manifest_name(rank)
     manifest = _decode(data, RankManifest, where)
-    if StepId(manifest.epoch, manifest.step, manifest.generation) != commit.id or manifest.rank != rank:
+    if StepId(manifest.epoch, manifest.step, manifest.generation) != expected or manifest.rank != rank:
         raise CheckpointError(f"{where} belongs to another save")
     check(manifest, where)
     return manifest
@@ -144,9 +162,10 @@ def decode_rank(data: bytes, commit: Commit, rank: int) -> RankManifest:
 
 def check(manifest: RankManifest, where: str) -> None:
     """Every range lies inside the file, and no two share a byte."""
-    if manifest.file and not names.SHARD.fullmatch(manifest.file):
-        raise CheckpointError(f"{where} names {manifest.file!r}, which is no shard")
-    if not _LEAST_CHUNK <= manifest.chunk <= _MOST_CHUNK or manifest.size < 0:
+    shard = names.SHARD.fullmatch(manifest.file)
+    if not (int(shard[1]) == manifest.rank if shard else manifest.file == "" and manifest.size == 0):
+        raise CheckpointError(f"{where} names {manifest.file!r}, which is no shard of its rank")
+    if not _LEAST_CHUNK <= manifest.chunk <= _MOST_CHUNK or manifest.chunk % _LEAST_CHUNK or manifest.size < 0:
         raise CheckpointError(f"{where}: a file of {manifest.size} bytes in chunks of {manifest.chunk}")
     if len(manifest.hashes) != -(-manifest.size // manifest.chunk):
         raise CheckpointError(f"{where}: {len(manifest.hashes)} checksums for {manifest.size} bytes")
@@ -166,8 +185,13 @@ def check(manifest: RankManifest, where: str) -> None:
 def _check_tensor(name: str, tensor: SavedTensor, where: str) -> None:
     if tensor.dtype not in SIZES:
         raise CheckpointError(f"{where}: {name!r} has the unknown type {tensor.dtype!r}")
-    if any(length < 0 for length in tensor.shape) or math.prod(tensor.shape) > _MOST_ELEMENTS:
-        raise CheckpointError(f"{where}: {name!r} has the shape {list(tensor.shape)}")
+    shape = tensor.shape
+    if len(shape) > _MOST_DIMENSIONS or any(not 0 <= length <= _MOST_ELEMENTS for length in shape):
+        raise CheckpointError(f"{where}: {name!r} has the shape {list(shape[:_MOST_DIMENSIONS])}")
+    if math.prod(max(length, 1) for length in shape) > _MOST_ELEMENTS:
+        raise CheckpointError(f"{where}: {name!r} has the shape {list(shape)}")
+    if len(tensor.boxes) == 1 and tensor.boxes[0].box == Box((0,) * len(shape), shape) and tensor.boxes[0].at >= 0:
+        return  # all of it in one piece
     for saved in tensor.boxes:
         inside = len(saved.start) == len(saved.shape) == len(tensor.shape) and all(
             begin >= 0 and length >= 0 and begin + length <= whole
@@ -181,10 +205,9 @@ def _check_tensor(name: str, tensor: SavedTensor, where: str) -> None:
 
 def _decode(data: bytes, kind: type[S], where: str) -> S:
     try:
-        found = msgspec.json.decode(data, type=kind)
+        written = msgspec.json.decode(data, type=_Format).format
+        if written > FORMAT:
+            raise CheckpointError(f"{where} has format {written}, this rerail reads up to {FORMAT}: use a newer rerail")
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{where} is malformed: {error}") from error
-    newest = getattr(found, "format", FORMAT)
-    if newest > FORMAT:
-        raise CheckpointError(f"{where} has format {newest}, this rerail reads up to {FORMAT}: use a newer rerail")
-    return found

@@ -18,6 +18,17 @@ from rerail.checkpoint.tiers import Read
 from rerail.errors import CheckpointError
 
 
+@contextlib.contextmanager
+def _driver() -> Iterator[None]:
+    """Drivers have errors of their own kinds (no credentials, no bucket, no network): here they are all OSErrors."""
+    try:
+        yield
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 class ObjectTier:
     """A folder of a bucket."""
 
@@ -32,6 +43,7 @@ class ObjectTier:
     def _path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
+    @_driver()
     def names(self, folder: str = "") -> list[str]:
         try:
             found = self._store.ls(self._path(folder), detail=False, refresh=True)
@@ -39,9 +51,11 @@ class ObjectTier:
             return []
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
+    @_driver()
     def size(self, path: str) -> int:
         return int(self._store.size(self._path(path)))
 
+    @_driver()
     def get(self, path: str, limit: int) -> bytes:
         data = bytes(self._store.cat_file(self._path(path), end=limit + 1))
         if len(data) > limit:
@@ -51,22 +65,26 @@ class ObjectTier:
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[Read]:
         def read(offset: int, buffer: memoryview, size: int) -> None:
-            data = self._store.cat_file(self._path(path), start=offset, end=offset + size)
+            with _driver():
+                data = self._store.cat_file(self._path(path), start=offset, end=offset + size)
             if len(data) != size:
                 raise CheckpointError(f"{self.url}/{path} ends at byte {offset + len(data)}: it has been cut short")
             buffer[:size] = data
 
         yield read
 
+    @_driver()
     def make_folder(self, folder: str) -> None:
         self._store.makedirs(self._path(folder), exist_ok=True)
 
+    @_driver()
     def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         if exclusive:
             self._store.pipe_file(self._path(path), data, mode="create")
         else:
             self._store.pipe_file(self._path(path), data)
 
+    @_driver()
     def put_large(self, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
         hashes = []
         with self._store.open(self._path(path), "wb", block_size=max(chunk, 8 << 20)) as file:
@@ -78,6 +96,7 @@ class ObjectTier:
             raise OSError(f"{self.url}/{path} has {self.size(path)} bytes after {size} were written")
         return hashes
 
+    @_driver()
     def remove(self, folder: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._store.rm_file(self._path(f"{folder}/{COMMIT}"))

@@ -19,6 +19,8 @@ from rerail.checkpoint.manifest import RankManifest, digest
 from rerail.checkpoint.tiers import Read, Tier
 from rerail.errors import CheckpointError
 
+AHEAD = 1024
+"""Chunks that are handed to the readers at once."""
 READERS = 4
 """Chunks on their way from the disk at the same time."""
 
@@ -74,8 +76,6 @@ def _read_chunks(
     if not chunks:
         return 0
     path = f"{folder}/{manifest.file}"
-    if tier.size(path) != manifest.size:
-        raise CheckpointError(f"{path} has {tier.size(path)} bytes, its manifest says {manifest.size}")
     mine = threading.local()
 
     def one(index: int, read: Read) -> int:
@@ -91,5 +91,15 @@ def _read_chunks(
         deliver(index, found, mine.address)
         return size
 
-    with tier.reading(path) as read_file, ThreadPoolExecutor(READERS, thread_name_prefix="rerail-read") as pool:
-        return sum(pool.map(lambda index: one(index, read_file), chunks))
+    try:
+        size = tier.size(path)
+        if size != manifest.size:
+            raise CheckpointError(f"{path} has {size} bytes, its manifest says {manifest.size}")
+        with tier.reading(path) as read_file, ThreadPoolExecutor(READERS, thread_name_prefix="rerail-read") as pool:
+            return sum(
+                size
+                for first in range(0, len(chunks), AHEAD)
+                for size in pool.map(lambda index: one(index, read_file), chunks[first : first + AHEAD])
+            )
+    except OSError as error:  # gone, or the disk cannot read it
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

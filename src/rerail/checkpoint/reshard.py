@@ -17,7 +17,7 @@ import torch
 from rerail.checkpoint import boxes
 from rerail.checkpoint.boxes import Box
 from rerail.checkpoint.catalog import Part, Saved, Step
-from rerail.checkpoint.dtypes import code_of, dtype_of
+from rerail.checkpoint.dtypes import dtype_of
 from rerail.checkpoint.header import SIZES
 from rerail.checkpoint.reading import Copy, read
 from rerail.errors import CheckpointError
@@ -95,6 +95,9 @@ def _plan(
     part: Part, target: Box, tensor: torch.Tensor, item: int, copies: dict[int, list[Copy]], detours: list[_Detour]
 ) -> int:
     """Add what this part gives to the target; bytes of memory that takes."""
+    if part.box == target:
+        copies[part.rank].append(Copy(part.at, target.volume * item, tensor.data_ptr()))
+        return 0
     common = boxes.intersection(part.box, target)
     if common is None:
         return 0
@@ -134,10 +137,19 @@ def _copy_out(detour: _Detour) -> None:
 def _check(target: Wanted, saved: Saved | None) -> None:
     if saved is None:
         raise CheckpointError(f"{target.name!r} is not in the checkpoint")
-    code = code_of(target.tensor.dtype)
-    if (saved.dtype, saved.shape) != (code, target.whole):
+    here, there = str(target.tensor.dtype).removeprefix("torch."), str(dtype_of(saved.dtype)).removeprefix("torch.")
+    if (there, saved.shape) != (here, target.whole):
         raise CheckpointError(
-            f"{target.name!r} is {code}{list(target.whole)} here, but {saved.dtype}{list(saved.shape)} in the checkpoint"
+            f"{target.name!r} is {here}{list(target.whole)} here, but {there}{list(saved.shape)} in the checkpoint"
+        )
+    inside = len(target.start) == target.tensor.dim() == len(target.whole) and all(
+        0 <= begin <= begin + length <= whole
+        for begin, length, whole in zip(target.start, target.tensor.shape, target.whole, strict=True)
+    )
+    if not inside:
+        raise CheckpointError(
+            f"{target.name!r} has the shape {list(target.whole)}: a part of {list(target.tensor.shape)} at "
+            f"{list(target.start)} lies outside of it"
         )
 
 

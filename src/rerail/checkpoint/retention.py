@@ -66,10 +66,15 @@ def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[
         except (OSError, CheckpointError):
             continue  # not ours to judge: `rerail ckpt verify` says what is wrong with it
         whole.append(commit)
-        if all(names.verified_name(int(rank)) in there for rank in commit.ranks):
+        marks = [names.verified_name(int(rank)) for rank in commit.ranks]
+        # a mark with words in it says what was found wrong later
+        if all(mark in there and tier.size(f"{step.folder}/{mark}") == 0 for mark in marks):
             verified.add(step)
     stay = to_keep(whole, verified, keep) | {committed}
     gone = sorted([*unfinished, *(commit.id for commit in whole if commit.id not in stay)])
     for step in gone:
         tier.remove(step.folder)
+    for name in tier.names():
+        if name.startswith(names.TRASH):  # whoever was deleting it died
+            tier.remove(name)
     return gone

@@ -10,13 +10,16 @@ it says so beside its manifest, the coordinator writes ABORT, and all ranks go t
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from rerail.checkpoint import manifest, names
 from rerail.checkpoint.arena import Arena, Meta
+from rerail.checkpoint.catalog import Step, check_whole
 from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.reading import verify
@@ -44,7 +47,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Where to, in order; the next one only if the one before failed."""
     keep: Keep = Keep()
     job: str = ""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
+    """None is what JSON makes of a number that is none."""
     versions: dict[str, str] = {}
     read_back: bool = True
     """Read the shard from the disk again once it is committed, at low priority."""
@@ -69,11 +73,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong on the way, whether or not it was saved in the end."""
 
 
-def claim_epoch(tier: Tier, job: str) -> int:
-    """A number for this job that is greater than that of any job that wrote here before."""
+def claim_epoch(tier: Tier, job: str, others: Sequence[Tier] = ()) -> int:
+    """A number for this job that is greater than that of any job that wrote here, or to the other tiers, before."""
     tier.make_folder("")
     while True:
-        epoch = newest_epoch(tier) + 1
+        epoch = max(newest_epoch(one) for one in (tier, *others)) + 1
         body = msgspec.json.encode({"job": job, "claimed_at": time.time()})
         with contextlib.suppress(FileExistsError):
             tier.put(names.epoch_name(epoch), body, exclusive=True)
@@ -81,7 +85,10 @@ def claim_epoch(tier: Tier, job: str) -> int:
 
 
 def newest_epoch(tier: Tier) -> int:
-    return max((epoch for name in tier.names() if (epoch := names.epoch_of(name)) is not None), default=0)
+    """The newest that was claimed or has saved here."""
+    claimed = [epoch for name in tier.names() if (epoch := names.epoch_of(name)) is not None]
+    saved = [step.epoch for name in tier.names() if (step := names.step_of(name)) is not None]
+    return max([*claimed, *saved], default=0)
 
 
 def carry_out(order: Order, arena: Arena, busy: Callable[[], set[StepId]]) -> Iterator[Outcome]:
@@ -118,10 +125,12 @@ def _to_first_tier(order: Order, arena: Arena, meta: Meta, notes: list[str]) -> 
 
 
 def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[[], set[StepId]]) -> None:
-    with contextlib.suppress(OSError, CheckpointError):
+    try:
         if order.read_back:
             verify(tier, order.id.folder, written)
             tier.put(f"{order.id.folder}/{names.verified_name(order.rank)}", b"")
+    except (OSError, CheckpointError) as error:
+        print(f"rerail: checkpoint of step {order.version} read back wrong: {error}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError, CheckpointError):
         if order.rank == min(order.group):
             prune(tier, order.keep, order.id, busy())
@@ -129,11 +138,10 @@ def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[
 
 def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
     folder = order.id.folder
-    tier.make_folder(folder)
     try:
-        written = _write_shard(tier, order, arena, meta, notes)
-        tier.put(f"{folder}/{names.manifest_name(order.rank)}", manifest.encode(written))
-    except (OSError, CheckpointError) as error:
+        tier.make_folder(folder)
+        written = _write_rank(tier, order, arena, meta, notes)
+    except Exception as error:  # whatever it is: the others must not wait for this rank
         with contextlib.suppress(OSError):
             tier.put(f"{folder}/{names.failure_name(order.rank)}", str(error).encode())
         if order.rank == min(order.group):
@@ -146,19 +154,46 @@ def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str
     return written
 
 
-def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
-    file, hashes = "", list[str]()
-    for attempt in range(TRIES) if meta.saved else ():
-        file = names.shard_name(order.rank, attempt)
+def _write_rank(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
+    """Shard, then manifest. A manifest that is there is never replaced: COMMIT may vouch for it already."""
+    path = f"{order.id.folder}/{names.manifest_name(order.rank)}"
+    if names.manifest_name(order.rank) not in tier.names(order.id.folder):
+        written = _described(order, meta, *_write_shard(tier, order, arena, meta, notes))
+        with contextlib.suppress(FileExistsError):
+            tier.put(path, manifest.encode(written), exclusive=True)
+            return written
+    # a persister that died had come this far, or a living one carries out the same order
+    found = manifest.decode_own(tier.get(path, manifest.LARGEST), order.id, order.rank)
+    size, image = found.size, arena.image(order.version) if meta.saved else memoryview(b"")
+    hashes = [manifest.digest(image[at : min(at + found.chunk, size)]) for at in range(0, size, found.chunk)]
+    if found != _described(order, meta, found.file, hashes):
+        raise CheckpointError(f"{path} is there already, of another state")
+    return found
+
+
+def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> tuple[str, list[str]]:
+    """Name and checksums of a new file."""
+    if not meta.saved:
+        return "", []
+    there = tier.names(order.id.folder)
+    free = (name for n in range(1000) if (name := names.shard_name(order.rank, n)) not in there)
+    for tries, file in enumerate(free, start=1):
         try:
-            hashes = tier.put_large(
-                f"{order.id.folder}/{file}", arena.image(order.version), meta.file_size, manifest.CHUNK
-            )
+            image = arena.image(order.version)
+            hashes = tier.put_large(f"{order.id.folder}/{file}", image, meta.file_size, manifest.CHUNK)
             break
         except OSError as error:
-            if attempt == TRIES - 1:
+            if tries == TRIES:
                 raise
             notes.append(f"{tier.url}: {file}: {error}; tried again")
+    else:
+        raise CheckpointError(f"{order.id.folder} is full of shards that were never finished")
+    if all(seal.version != order.version for seal in arena.seals()):
+        raise CheckpointError("the snapshot was overwritten while it was being saved")
+    return file, hashes
+
+
+def _described(order: Order, meta: Meta, file: str, hashes: Sequence[str]) -> RankManifest:
     tensors: dict[str, SavedTensor] = {}
     for entry in meta.entries[: meta.saved]:
         known = tensors.get(entry.name)
@@ -185,6 +220,8 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
 
     def missing() -> list[int]:
         there = set(tier.names(folder))
+        if names.ABORT in there:  # by a persister that died: the others have gone on to the next tier
+            raise CheckpointError("given up before")
         for name in failures.keys() & there:
             told = tier.get(f"{folder}/{name}", 1 << 16).decode(errors="replace")
             raise CheckpointError(f"rank {failures[name]} could not write: {told}")
@@ -196,7 +233,7 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
         for name, rank in sorted(wanted.items()):
             data = tier.get(f"{folder}/{name}", manifest.LARGEST)
             entries[str(rank)] = RankEntry(len(data), manifest.digest(data))
-        newest = newest_epoch(tier)
+        newest = _newest_job(order)
         if newest > order.epoch:
             raise CheckpointError(
                 f"another job (epoch {newest}) has begun to write here; this one is epoch {order.epoch}"
@@ -209,15 +246,39 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
             ranks=entries,
             saved_at=time.time(),
             job=order.job,
-            metrics=order.metrics,
+            metrics={name: x for name, x in order.metrics.items() if x is not None and math.isfinite(x)},
             versions=order.versions,
         )
-        for rank in order.group:
-            manifest.decode_rank(tier.get(f"{folder}/{names.manifest_name(rank)}", manifest.LARGEST), commit, rank)
-        tier.put(f"{folder}/{names.COMMIT}", manifest.encode_commit(commit))
+        # what could not be loaded is not committed
+        manifests = {
+            rank: manifest.decode_rank(tier.get(f"{folder}/{name}", manifest.LARGEST), commit, rank)
+            for name, rank in wanted.items()
+        }
+        check_whole(Step(tier, order.id, commit, manifests))
+        _commit(tier, commit)
     except (OSError, CheckpointError) as error:
         _abort(tier, folder, str(error))
         raise
+
+
+def _commit(tier: Tier, commit: Commit) -> None:
+    path, data = f"{commit.id.folder}/{names.COMMIT}", manifest.encode_commit(commit)
+    manifest.decode_commit(data, commit.id)
+    try:
+        tier.put(path, data, exclusive=True)
+    except FileExistsError:
+        found = manifest.decode_commit(tier.get(path, manifest.LARGEST), commit.id)
+        if (found.world_size, found.ranks) != (commit.world_size, commit.ranks):
+            raise CheckpointError(f"{path} is there already, of another state") from None
+
+
+def _newest_job(order: Order) -> int:
+    """The newest epoch on any of the tiers that can be read: an old job must not go on writing to the second one."""
+    found = [0]
+    for url in order.tiers:
+        with contextlib.suppress(OSError, CheckpointError):
+            found.append(newest_epoch(tier_at(url)))
+    return max(found)
 
 
 def _wait_for_commit(tier: Tier, order: Order) -> None:

@@ -18,10 +18,13 @@ import torch
 
 from rerail.checkpoint import header
 from rerail.checkpoint.arena import Arena, Entry, Meta
+from rerail.checkpoint.device import DeviceCopy
 from rerail.checkpoint.dtypes import code_of, dtype_of
 from rerail.errors import StateError
 
 ALIGN = 64
+LARGE = 256 << 20
+"""Bytes of a slot from which on making it takes noticeable time."""
 SMALL_ROOM = 4 << 20
 """Bytes kept for the small state in each slot."""
 
@@ -57,8 +60,13 @@ class Stager:
         self.arena, self._slots, self._overlap = arena, slots, overlap
         self._layout: _Layout | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._side: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._room: _Layout | None = None
+        """The layout that there is memory for."""
+        self._making_room = False
+        self._slot = -1
+        """The slot being filled."""
+        self._device: DeviceCopy | None = None
+        self._from_device = False
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], object]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -71,21 +79,30 @@ class Stager:
         pieces: Sequence[Piece],
         small: bytes,
         *,
+        order: bytes = b"",
         pinned: frozenset[int] = frozenset(),
         sealed: Callable[[int], None] = lambda version: None,
     ) -> bool:
-        """Begin to copy; `sealed(version)` is called when the slot is whole. False if every slot is still being read."""
+        """Begin to copy; `sealed(version)` is called when the slot is whole.
+
+        False if nothing was copied: every slot is still being read, or a large arena is still being made.
+        """
+        if self._making_room and not self._idle.is_set():
+            return False
         self.settle()
         layout = self._plan(pieces)
+        if not self._has_room(layout):
+            return False
         slot = self.arena.begin(version, pinned)
         if slot is None:
             return False
-        meta = Meta(layout.entries, layout.saved, layout.file_size, small)
+        meta = Meta(layout.entries, layout.saved, layout.file_size, small, order)
 
         def finish() -> None:
             self.arena.seal(slot, version, meta)
             sealed(version)
 
+        self._slot = slot
         memory, base = self.arena.slot_image(slot)
         memory[base : base + len(layout.head)] = layout.head
         views = self._views_of(slot, layout)
@@ -109,17 +126,17 @@ class Stager:
 
     def before_update(self) -> None:
         """What is being copied is about to change: wait until it is copied."""
-        copied = self._copied
-        if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
-            self._copied = None
+        if self._making_room:
+            return
+        if self._device is not None and self._from_device:
+            self._device.before_update()
         elif not self._idle.is_set():
             self._idle.wait()
 
     def settle(self) -> None:
         """Wait until nothing is being copied any more."""
         self._idle.wait()
-        self._copied = None
+        self._making_room = False
         if self._error is not None:
             error, self._error = self._error, None
             raise StateError(f"the state could not be copied: {error}") from error
@@ -127,28 +144,19 @@ class Stager:
     # --- copying ---
 
     def _copy(self, views: list[torch.Tensor], tensors: list[torch.Tensor], finish: Callable[[], None]) -> None:
-        if any(tensor.is_cuda for tensor in tensors):
-            self._from_device(views, tensors, finish)
+        self._from_device = any(tensor.is_cuda for tensor in tensors)
+        if self._from_device:
+            self._device = self._device or DeviceCopy()
+            wait = self._device.begin(views, tensors)
+            if self._overlap:
+                self._in_background(wait, finish, tensors)
+            else:
+                wait()
+                finish()
         elif self._overlap:
             self._in_background(lambda: _copy_all(views, tensors), finish)
         else:
             _copy_all(views, tensors)
-            finish()
-
-    def _from_device(self, views: list[torch.Tensor], tensors: list[torch.Tensor], finish: Callable[[], None]) -> None:
-        if self._side is None:
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side), torch.no_grad():
-            for view, tensor in zip(views, tensors, strict=True):
-                view.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._side)
-        if self._overlap:
-            self._copied = copied
-            self._in_background(copied.synchronize, finish, tensors)
-        else:
-            copied.synchronize()
             finish()
 
     def _in_background(self, copy: Callable[[], None], finish: Callable[[], None], held: object = None) -> None:
@@ -171,6 +179,8 @@ class Stager:
                 task()
             except BaseException as error:
                 self._error = error
+                if self._slot >= 0:
+                    self.arena.give_up(self._slot)
             del task, held
             self._idle.set()
 
@@ -199,15 +209,25 @@ class Stager:
             places.append(at)
             at += pieces[index].tensor.numel() * pieces[index].tensor.element_size()
         entries = [_entry(pieces[index], place) for index, place in zip([*saved, *rest], places, strict=True)]
-        layout = _Layout(pieces, key, [*saved, *rest], entries, len(saved), file_size, at, head)
-        self._make_room(layout)
-        return layout
+        self._layout = _Layout(pieces, key, [*saved, *rest], entries, len(saved), file_size, at, head)
+        return self._layout
+
+    def _has_room(self, layout: _Layout) -> bool:
+        """Memory for this layout; much of it is made beside the training."""
+        if self._room is not layout:
+            self._views, self._slot = {}, -1
+            if layout.image_size <= LARGE or not self._overlap:
+                self._make_room(layout)
+            else:
+                self._making_room = True
+                self._in_background(lambda: self._make_room(layout), lambda: None)
+        return self._room is layout
 
     def _make_room(self, layout: _Layout) -> None:
         table = sum(len(entry.name) + 96 for entry in layout.entries)
         self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size)
-        self._layout, self._views = layout, {}
         _pin(self.arena.slot_image(0)[0])
+        self._room = layout
 
     def _views_of(self, slot: int, layout: _Layout) -> list[torch.Tensor]:
         views = self._views.get(slot)

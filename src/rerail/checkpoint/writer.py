@@ -6,11 +6,13 @@ kernel's word. Called by `session.checkpoints`. Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -47,10 +49,9 @@ class Writer:
 
     def save(self, order: Order) -> None:
         """Hand over an order. Its outcome comes later, from another thread."""
-        data = msgspec.json.encode(order)
         with self._changed:
             self._open[order.version] = (order, 1)
-            self._send(data)
+            self._send(order)
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Until every order has an outcome. False if that took longer than `limit_s`."""
@@ -58,29 +59,41 @@ class Writer:
             return self._changed.wait_for(lambda: not self._open, limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Wait for what is under way, then let the persister go."""
+        """Wait for what is under way, then let the persister go. One that is too slow finishes by itself."""
+        until = None if limit_s is None else time.monotonic() + limit_s
         self.wait(limit_s)
         with self._changed:
             self._closing = True
             link, process = self._link, self._process
         if link is not None:
-            link.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it died just now
+                link.shutdown(socket.SHUT_RDWR)
         if process is not None:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(None if until is None else max(0.0, until - time.monotonic()))
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, order: Order) -> None:
         if self._link is None:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                self._settle(Outcome(version=order.version, ok=False, notes=(f"no persister could start: {error}",)))
+                return
         try:
-            self._link.send(data)  # type: ignore[union-attr]
+            self._link.send(msgspec.json.encode(order))  # type: ignore[union-attr]
         except OSError:
             pass  # it died just now: the listening thread starts another and sends this order again
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "rerail.checkpoint.persister", str(theirs.fileno()), str(self._arena_fd)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with theirs:
+        environment = {
+            **os.environ,
+            "RERAIL_SPARED": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        with theirs, contextlib.ExitStack() as undo:
+            undo.enter_context(ours)
             self._process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(), self._arena_fd),
@@ -88,6 +101,7 @@ class Writer:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the rank; what was ordered is finished
             )
+            undo.pop_all()
         self._link = ours
         threading.Thread(target=self._listen, args=(ours, self._process), name="rerail-saved", daemon=True).start()
 
@@ -118,7 +132,7 @@ class Writer:
             return
         with self._changed:
             self._open[order.version] = (order, starts + 1)
-            self._send(msgspec.json.encode(order))
+            self._send(order)
 
     def _settle(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)

@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "what happened in an incident, why, and where the time went",
     "incidents": "the incidents of a job, one line each",
     "status": "how a job stands right now",
+    "ckpt": "list, show, verify, compare, export, import and prune checkpoints",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit code`."""
 

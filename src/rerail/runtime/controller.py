@@ -135,6 +135,9 @@ class Controller:
     def _gather(self, sightings: list[Sighting]) -> None:
         """Each signal becomes an event of the incident it belongs to."""
         for sighting in sightings:
+            if sighting.signal.source.startswith("checkpoint."):
+                self._records.append((0, sighting.signal))  # written down, and no fault
+                continue
             event = classify(sighting.signal, self.catalog)
             rank = self.fleet.ranks.get(event.rank)
             newest = event.generation >= self.fleet.generation

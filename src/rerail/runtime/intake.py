@@ -21,6 +21,7 @@ from rerail.runtime.wire import (
     Formed,
     FromRank,
     Joined,
+    Noted,
     Observed,
     Parked,
     Raised,
@@ -183,6 +184,9 @@ class Intake:
             case Raised() if message.generation >= rank.assigned:
                 rank.move(RankState.RAISED)
                 return [self._raised(rank, message, wall)]
+            case Noted():
+                note = self.signal(message.source, rank.node, number, wall, step=message.version, message=message.text)
+                return [Sighting(note)]
             case CommFailed() if message.generation >= rank.assigned:
                 signal = self.signal("collective.failed", rank.node, number, wall, step=message.version)
                 payload: dict[str, str | int | float | bool] = {"message": message.text}

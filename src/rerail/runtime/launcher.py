@@ -23,7 +23,7 @@ import msgspec
 
 from rerail.config import EXIT_FAILED, JobSpec, Settings
 from rerail.errors import UsageError
-from rerail.runtime import memory, processes
+from rerail.runtime import lastwill, memory, processes
 from rerail.runtime.processes import say
 
 AGENT, CONTROLLER = "agent", "controller"
@@ -124,6 +124,7 @@ class Launcher:
             return code
         finally:
             self._clean_up()
+            lastwill.carry_out([one.arena for one in self._memory], lambda: len(self._signals) > 1)
             self._restore_signals(before)
 
     @property

@@ -19,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CAP_SYS_NICE = 23
 
+SPARED = "RERAIL_SPARED"
+"""Environment variable of a process that outlives its rank to finish what it was given, and then ends by itself."""
 MARK = "RERAIL_CHILD"
 """Environment variable that every rank process and all it starts carry: names the owner of an orphan."""
 
@@ -106,8 +108,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL `pid`, its process group and everything below it, wherever that has put itself."""
-    below = descendants(pid)
+    """SIGKILL `pid`, its process group and everything below it, wherever that has put itself; a spared one stays."""
+    below = [each for each in descendants(pid) if not is_spared(each)]
     kill_group(pid)
     for each in (pid, *below):
         signal_process(each, signal.SIGKILL)
@@ -123,13 +125,22 @@ def children_of_self() -> list[int]:
     return found
 
 
+def is_spared(pid: int) -> bool:
+    """Whether `pid` is to be left to its own end."""
+    return _variable_of(pid, SPARED) is not None
+
+
 def mark_of(pid: int) -> str | None:
     """The mark `pid` carries, or None when it carries none or cannot be read."""
+    return _variable_of(pid, MARK)
+
+
+def _variable_of(pid: int, name: str) -> str | None:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return None
-    prefix = f"{MARK}=".encode()
+    prefix = f"{name}=".encode()
     for entry in environment.split(b"\0"):
         if entry.startswith(prefix):
             return entry[len(prefix) :].decode(errors="replace")
@@ -145,12 +156,12 @@ def reap(pid: int) -> bool:
 
 
 def end_orphans(keep: Iterable[int], owned_by_the_living: Callable[[int], bool] = lambda pid: False) -> int:
-    """SIGKILL and reap adopted children; those in `keep` or owned by a living rank stay. Returns how many are left."""
+    """SIGKILL and reap adopted children. Those in `keep`, owned by a living rank or spared stay. How many are left."""
     kept, left = set(keep), 0
     for pid in children_of_self():
         if pid in kept or reap(pid):
             continue
-        if owned_by_the_living(pid):
+        if owned_by_the_living(pid) or is_spared(pid):
             continue
         left += 1
         kill_tree(pid)

@@ -186,11 +186,21 @@ class Finished(Message, frozen=True, kw_only=True):
     version: int
 
 
+class Noted(Message, frozen=True, kw_only=True):
+    """Something worth writing down that is no fault: a checkpoint saved, given up or passed over."""
+
+    rank: int
+    source: str
+    """`checkpoint.saved`, `checkpoint.failed`, `checkpoint.passed_over` or `checkpoint.loaded`."""
+    version: int
+    text: str
+
+
 class Dismiss(Message, frozen=True, kw_only=True):
     """All ranks have finished: leave the loop. Until then a finished rank stays to help repair the others."""
 
 
-FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished
+FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted
 ToRank = Assign | Interrupt | Form | Dismiss | Stop
 
 

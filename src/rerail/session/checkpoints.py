@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rerail.checkpoint import catalog, saving
 from rerail.checkpoint.catalog import Step
+from rerail.checkpoint.declining import decline
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Order, Outcome
@@ -29,7 +30,7 @@ from rerail.checkpoint.schedule import Costs, EverySteps, Planned, When
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
 from rerail.errors import CheckpointError, StateError
-from rerail.session import loading
+from rerail.session import loading, owed
 from rerail.session.fabric import Mode, fabric, hearing
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ class Checkpoints:
         """The version last ordered to be saved, or started from."""
         self._metrics: dict[str, float] = {}
         self._saved_s: list[float] = []
+        self._generation = 0
+        """Of the saves: the last that went back to snapshots. Ranks before and behind a repair count to the same save."""
+        self._begun = -1
+        """The version whose save was begun last."""
+        self._new_here = False
+        """This process took the place of another, and has not yet looked at what that one owed."""
         self.stall_s = 0.0
         """What the last snapshot for a save cost the trainer."""
 
@@ -88,29 +95,42 @@ class Checkpoints:
         """All ranks together: a new epoch for this start of the job."""
         if not self.on:
             return
-        claimed = saving.claim_epoch(self._tiers[0], _job_name()) if self._job.rank == 0 else 0
+        claimed = saving.claim_epoch(self._tiers[0], _job_name(), self._tiers[1:]) if self._job.rank == 0 else 0
         self.epoch = self._from_rank_0([claimed])[0]
+        if self._job.rank == 0:
+            owed.in_background(lambda: owed.give_up_older(self._tiers, self.epoch))
         self._plan_next()
 
-    def adopt(self, epoch: int, next_save: int) -> None:
+    @property
+    def saves(self) -> tuple[int, int, int]:
+        """What the small state of a version says about saving."""
+        return self.epoch, self.next_save, self._generation
+
+    def went_back(self, generation: int) -> None:
+        """The job goes on from snapshots: what is saved again from here may differ in its bits from what was saved."""
+        self._generation = generation
+
+    def adopt(self, epoch: int, next_save: int, generation: int) -> None:
         """What the small state of a version says about saving; a process that has claimed an epoch keeps its own."""
         if epoch:
-            self.epoch, self.next_save = self.epoch or epoch, next_save
+            self._new_here = self._new_here or not self.epoch
+            self.epoch, self.next_save, self._generation = self.epoch or epoch, next_save, generation
 
     # --- saving ---
 
     def due(self, version: int) -> bool:
-        return self.on and version == self.next_save
+        if not self.on or version != self.next_save:
+            return False
+        self._begun = version
+        return True
 
-    def sealed(self, version: int) -> None:
-        """The snapshot to be saved is whole. From the staging thread."""
+    def order(self, version: int) -> Order:
+        """How to save a version of this rank."""
         job = self._job
-        if self._writer is None:
-            return
-        order = Order(
+        return Order(
             version=version,
             epoch=self.epoch,
-            generation=max(fabric.generation, 0),
+            generation=self._generation,
             rank=job.rank,
             group=tuple(range(job.world_size)),
             world_size=job.world_size,
@@ -120,28 +140,49 @@ class Checkpoints:
             metrics=dict(self._metrics),
             versions=_versions(),
         )
-        self.newest = version
-        self._writer.save(order)
+
+    def sealed(self, order: Order) -> None:
+        """The snapshot to be saved is whole. From the staging thread."""
+        if self._writer is not None:
+            self.newest = order.version
+            self._writer.save(order)
 
     def missed(self, version: int) -> None:
-        """Every slot is still being written: the save is left out, not waited for."""
+        """Every slot is still being written: the save is left out, not waited for, and the other ranks hear of it."""
+        tiers, step, rank = self._tiers, self.order(version).id, self._job.rank
+        why = "all its room for snapshots is still being written"
+        owed.in_background(lambda: decline(tiers, step, rank, why))
         if self._job.rank == 0:
-            _say(f"checkpoint of step {version} left out: the one before is still being written")
+            self._tell(
+                "failed", version, f"checkpoint of step {version} left out: the one before is still being written"
+            )
 
     def agree(self) -> None:
         """Inside the step behind a save: when the next one is."""
         job = self._job
-        if not self.on or job._version != self.next_save or job.rehearsing:
+        if not self.on or job.rehearsing:
+            return
+        if self._new_here:
+            self._new_here = False
+            self._settle()
+        # By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former.
+        if job._small is None or job._small.saves[1] != job._version:
             return
         if isinstance(self._when, EverySteps):
             self.next_save = job._version + self._when.steps(Costs(0.0, 0.0, 0.0))
             return
-        wish = torch.tensor([self._wish()], dtype=torch.int64)
+        wish = torch.tensor([self._wish()], dtype=torch.int64, device=self._device())
         if job.world_size > 1:
             with hearing.paused():
                 dist.all_reduce(wish, dist.ReduceOp.MAX)
         if job._rejoin is None or fabric.mode is Mode.LIVE:
             self.next_save = job._version + int(wish.item())
+
+    def _settle(self) -> None:
+        writer, arena, rank = self._writer, self._job._snapshots.arena, self._job.rank
+        if writer is not None:
+            mine = StepId(self.epoch, self._begun, self._generation)
+            owed.in_background(lambda: owed.settle(self._tiers, mine, rank, arena, writer.save))
 
     def metric(self, name: str, value: float) -> None:
         """A number that goes with the next save; `Keep(best=..., metric=...)` looks at it."""
@@ -165,74 +206,88 @@ class Checkpoints:
         if outcome.ok:
             self._saved_s.append(outcome.seconds)
             del self._saved_s[:-8]
+        what = f"checkpoint of step {outcome.version}"
         if self._job.rank == 0 or not outcome.ok:
             for note in outcome.notes:
-                _say(f"rank {self._job.rank}: checkpoint of step {outcome.version}: {note}")
+                self._tell("failed", outcome.version, f"rank {self._job.rank}: {what}: {note}")
         if self._job.rank == 0:
             if outcome.ok:
-                _say(f"checkpoint of step {outcome.version} saved to {outcome.url} in {outcome.seconds:.2f} s")
+                text = f"{what} saved to {outcome.url} in {outcome.seconds:.2f} s"
+                self._tell("saved", outcome.version, text)
             else:
-                _say(f"checkpoint of step {outcome.version} was not saved; training goes on")
+                self._tell("failed", outcome.version, f"{what} was not saved; training goes on")
+
+    def _tell(self, what: str, version: int, text: str) -> None:
+        """To the user and, where there is one, to the journal."""
+        print(f"rerail: {text}", file=sys.stderr, flush=True)
+        if self._job._rejoin is not None:
+            self._job._rejoin.note(f"checkpoint.{what}", version, text)
 
     # --- loading ---
 
     def restore(self) -> bool:
         """Load the newest step that every rank can read. False if there is none. All ranks together."""
         job = self._job
-        tried = 0
         found = list(catalog.candidates(self._tiers)) if job.rank == 0 else []
+        there = len(found)
         while True:
-            chosen = self._from_rank_0(self._next_candidate(found) if job.rank == 0 else [0] * 5)
+            chosen = self._from_rank_0(self._next_candidate(found, there) if job.rank == 0 else [0] * 5)
             if not chosen[0]:
-                if tried and job.rank == 0:
-                    _say("no checkpoint can be read; training begins at step 0")
+                if chosen[1]:
+                    # Beginning anew beside damaged steps, or with half of one loaded, would be worse than stopping.
+                    places = ", ".join(tier.url for tier in self._tiers)
+                    raise CheckpointError(
+                        f"there are checkpoints in {places}, but none can be read (the reasons are above). Look with "
+                        "`rerail ckpt verify`; to begin anew, give job.checkpoints() another place"
+                    )
                 return False
-            tried += 1
             started, problem = time.monotonic(), ""
             try:
                 step = catalog.open_step(self._tiers[chosen[4]], StepId(*chosen[1:4]))
                 loading.load(job, step)
             except (OSError, CheckpointError, StateError) as error:
                 problem = str(error)
-                _say(f"rank {job.rank}: the checkpoint of step {chosen[2]} is passed over: {problem}")
+                text = f"rank {job.rank}: the checkpoint of step {chosen[2]} is passed over: {problem}"
+                self._tell("passed_over", chosen[2], text)
             if self._all_well(not problem):
                 self.newest = job._version
                 self._plan_next()
                 if job.rank == 0:
-                    _say(f"starts from the checkpoint of step {chosen[2]} ({time.monotonic() - started:.2f} s)")
+                    took = time.monotonic() - started
+                    self._tell("loaded", chosen[2], f"starts from the checkpoint of step {chosen[2]} ({took:.2f} s)")
                 return True
 
-    def _next_candidate(self, found: list[catalog.Found]) -> list[int]:
-        """[1, epoch, step, generation, tier] of the newest step that is whole; [0, ...] when there is none left."""
+    def _next_candidate(self, found: list[catalog.Found], there: int) -> list[int]:
+        """[1, epoch, step, generation, tier] of the newest step that is whole; [0, how many there were, ...] at the end."""
         while found:
             one = found.pop(0)
             try:
                 step: Step = catalog.open_step(one.tier, one.id)
             except (OSError, CheckpointError) as error:
-                _say(f"{one.tier.url}/{one.id.folder} is passed over: {error}")
+                self._tell("passed_over", one.id.step, f"{one.tier.url}/{one.id.folder} is passed over: {error}")
                 continue
             return [1, *step.id, self._tiers.index(one.tier)]
-        return [0] * 5
+        return [0, there, 0, 0, 0]
 
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
         if self._job.world_size == 1:
             return numbers
-        told = torch.tensor(numbers, dtype=torch.int64)
+        told = torch.tensor(numbers, dtype=torch.int64, device=self._device())
         with hearing.paused():
             dist.broadcast(told, 0)
         return [int(number) for number in told.tolist()]
 
+    def _device(self) -> torch.device:
+        """Where a small collective can take place; a plain job may have NCCL alone."""
+        return self._job.device if dist.is_initialized() and dist.get_backend() == "nccl" else torch.device("cpu")
+
     def _all_well(self, well: bool) -> bool:
         if self._job.world_size == 1:
             return well
-        told = torch.tensor([int(well)], dtype=torch.int64)
+        told = torch.tensor([int(well)], dtype=torch.int64, device=self._device())
         with hearing.paused():
             dist.all_reduce(told, dist.ReduceOp.MIN)
         return bool(told.item())
-
-
-def _say(text: str) -> None:
-    print(f"rerail: {text}", file=sys.stderr, flush=True)
 
 
 def _job_name() -> str:

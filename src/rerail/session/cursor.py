@@ -140,10 +140,16 @@ class Cursor:
                 )
             rng.restore(position.epoch_random)
             self._start_epoch()
-            for _ in range(position.index):
-                next(self._iterator)  # type: ignore[call-overload]
-            self._index = position.index
+            self._skip(position.index)
         rng.restore(now)
+
+    def _skip(self, batches: int) -> None:
+        for self._index in range(1, batches + 1):
+            try:
+                next(self._iterator)  # type: ignore[arg-type]
+            except StopIteration:  # with another number of ranks the epoch may be shorter here, and is over
+                self._epoch, self._index, self._iterator = self._epoch + 1, 0, None
+                return
 
     def _keep(self, kept: _Kept) -> None:
         self._kept.append(kept)

@@ -219,7 +219,7 @@ class Job:
             self._tracked.small_objects(scalars=False),
             self._buffers.to_journal(),
             self._snapshots.every,
-            (self._checkpoints.epoch, self._checkpoints.next_save),
+            self._checkpoints.saves,
         )
 
     def _save_last(self) -> None:

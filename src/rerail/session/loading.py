@@ -18,7 +18,7 @@ from rerail.checkpoint.reshard import Wanted
 from rerail.errors import CheckpointError
 from rerail.session import plain, restore, rng
 from rerail.session.cursor import Position
-from rerail.session.pieces import Pieces
+from rerail.session.pieces import Pieces, without_rank
 from rerail.session.small import Small, decode
 
 if TYPE_CHECKING:
@@ -31,17 +31,18 @@ def load(job: Job, step: Step) -> None:
     small = _small_of(step, job.rank, job.world_size)
     pieces = Pieces(job._tracked, job.rank, job.world_size)
     pieces.make_room(saved)
-    objects = plain.decode(small.objects)
-    taken_out = {name: _empty(saved, _named(name, saved, job.rank)) for name in _references(objects)}
+    sources = _Sources(saved, job.rank)
+    of_objects = pieces.object_names()
     wanted = [
-        Wanted(_named(piece.name, saved, job.rank), piece.tensor, piece.whole, piece.start)
+        Wanted(sources.of(piece.name, mine_first=piece.changing), piece.tensor, piece.whole, piece.start)
         for piece in pieces.all()
-        if piece.name not in taken_out
+        if without_rank(piece.name) not in of_objects
     ]
-    wanted += [
-        Wanted(_named(name, saved, job.rank), tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in taken_out.items()
-    ]
+    taken_out = {}
+    for name in _references(plain.decode(small.objects)):
+        source = sources.of(name, mine_first=True)
+        taken_out[name] = tensor = torch.empty(saved[source].shape, dtype=dtype_of(saved[source].dtype))
+        wanted.append(Wanted(source, tensor, tuple(tensor.shape), (0,) * tensor.dim()))
     reshard.load(step, wanted)
     pieces.forget_unsaved(saved)
     job._tracked.load_small_objects(small.objects, taken_out)
@@ -70,16 +71,25 @@ def _small_of(step: Step, rank: int, world_size: int) -> Small:
     return msgspec.structs.replace(small, position=moved, random=random)
 
 
-def _named(name: str, saved: dict[str, Saved], rank: int) -> str:
-    """The name it was saved under: the job's, or this rank's own."""
-    for candidate in (name, f"rank{rank}/{name}"):
-        if candidate in saved:
-            return candidate
-    raise CheckpointError(f"{name!r} is not in the checkpoint: the script builds another model than the one saved")
+class _Sources:
+    """Under which of the saved names a tensor is to be found."""
 
+    def __init__(self, saved: dict[str, Saved], rank: int) -> None:
+        self._saved, self._rank = saved, rank
+        self._copies: dict[str, list[str]] = {}
+        for name in sorted(saved, key=lambda name: (len(name), name)):
+            self._copies.setdefault(without_rank(name), []).append(name)
 
-def _empty(saved: dict[str, Saved], name: str) -> torch.Tensor:
-    return torch.empty(saved[name].shape, dtype=dtype_of(saved[name].dtype))
+    def of(self, name: str, *, mine_first: bool) -> str:
+        """Its own name or the job's; else the lowest rank's copy, so that all ranks of a new layout take the same."""
+        of_job = without_rank(name)
+        mine = [f"rank{self._rank}/{of_job}"] if mine_first else []
+        for candidate in (*mine, name, of_job, *self._copies.get(of_job, [])):
+            if candidate in self._saved:
+                return candidate
+        raise CheckpointError(
+            f"{of_job!r} is not in the checkpoint: the script builds another model than the one saved"
+        )
 
 
 def _references(state: Any) -> list[str]:

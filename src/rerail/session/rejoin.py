@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rerail.errors import JobStopped, StateError
 from rerail.runtime.clock import Phase
-from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Parked, Plan, Raised, Resumed
+from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Noted, Parked, Plan, Raised, Resumed
 from rerail.session import restore
 from rerail.session.c10d import Store
 from rerail.session.fabric import fabric, hearing
@@ -158,6 +158,10 @@ class Rejoiner:
                 raise
             except RuntimeError as error:  # a peer was lost while wires were laid or state was moved
                 fabric.failed(error)
+
+    def note(self, source: str, version: int, text: str) -> None:
+        """Have something written to the journal."""
+        self._link.send(Noted(rank=self._job.rank, source=source, version=version, text=text[:2000]))
 
     def finish(self) -> bool:
         """Wait until all ranks are done. False when a fault elsewhere needs this rank once more."""

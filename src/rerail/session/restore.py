@@ -42,6 +42,8 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     elif plan.version != job._version:
         raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {plan.version}")
     job._tracked.clear_gradients()
+    if any(one.kind == "snapshot" for one in plan.sources.values()):
+        job._checkpoints.went_back(plan.generation)
 
 
 def replay(job: Job) -> None:
@@ -77,7 +79,7 @@ def small(job: Job, state: Small, *, fresh: bool) -> None:
     job._small = None
     job._cursor.go_back(state.version, state.position, fresh=fresh)
     job._buffers.from_journal(state.buffers)
-    job._snapshots.every = state.snapshot_every
+    job._snapshots.adopt(state.snapshot_every)
     job._checkpoints.adopt(*state.saves)
     rng.restore(state.random)
 

@@ -22,8 +22,8 @@ class Small(msgspec.Struct, frozen=True, array_like=True):
     buffers: dict[str, bytes]
     """Buffers that change in the forward pass."""
     snapshot_every: int
-    saves: tuple[int, int] = (0, -1)
-    """Epoch of the job in its checkpoint root, and the version to be saved next."""
+    saves: tuple[int, int, int] = (0, -1, 0)
+    """Epoch of the job in its checkpoint root, the version to be saved next, and the generation that saves are counted to."""
 
 
 _encoder = msgspec.msgpack.Encoder()

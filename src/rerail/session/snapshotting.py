@@ -51,6 +51,8 @@ class Snapshotter:
         self.every = settings.snapshot_every or UNTIL_AGREED
         self._share = max(settings.snapshot_cost, 1e-6)
         self._took_s = 0.0
+        self._copying = False
+        """A copy was begun that the next update has to wait for."""
         self._only_for_saves = False
 
     def begin(self) -> None:
@@ -62,6 +64,11 @@ class Snapshotter:
             self._stager = Stager(self.arena, overlap=self._job._attempt.watched > 0)
             self._job._checkpoints.begin(self.arena.fd)
 
+    def adopt(self, every: int) -> None:
+        """The interval that the others have agreed on, unless the user has set one."""
+        if not self._fixed:
+            self.every = every
+
     def versions(self) -> tuple[int, ...]:
         """Versions whose tensors are kept here, oldest first."""
         if self.arena is None:
@@ -72,7 +79,7 @@ class Snapshotter:
         """Versions of which at least the small state is kept here."""
         return tuple(seal.version for seal in self.arena.seals()) if self.arena is not None else ()
 
-    def take_if_due(self, small: Small, *, last: bool = False) -> None:
+    def take_if_due(self, small: Small, *, last: bool = False, tries: int = 2) -> None:
         """Copy this version if it is its turn. Only one of several replicas copies tensors."""
         job, version = self._job, self._job._version
         save = job._checkpoints.due(version) or (last and job._checkpoints.on)
@@ -84,27 +91,35 @@ class Snapshotter:
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))
+            order = job._checkpoints.order(version) if job._checkpoints.on else None
             taken = self._stager.stage(
                 version,
                 self._pieces.all(own_buffers=job._buffers.too_large) if keeper else [],
                 encode(full),
+                order=msgspec.json.encode(order) if order is not None else b"",
                 pinned=job._checkpoints.pinned,
-                sealed=job._checkpoints.sealed if save else lambda version: None,
+                sealed=lambda _: job._checkpoints.sealed(order) if save and order is not None else None,
             )
         except StateError as error:
             print(f"rerail: rank {job.rank}: {error}; training goes on without memory snapshots", file=sys.stderr)
             self.arena = self._stager = None
             return
         if save and not taken:
-            job._checkpoints.missed(version)
-        self._took_s = time.monotonic() - started
+            if last and tries:
+                self._stager.settle()
+                job._checkpoints.wait()
+                self.take_if_due(small, last=True, tries=tries - 1)
+            else:
+                job._checkpoints.missed(version)
+        self._took_s, self._copying = time.monotonic() - started, True
         held = self.small_versions()
         if held:
             job._cursor.drop_before(held[0])
 
     def before_update(self) -> None:
         """What is being copied is about to be changed."""
-        if self._stager is not None:
+        if self._stager is not None and self._copying:
+            self._copying = False
             waited = time.monotonic()
             self._stager.before_update()
             self._took_s += time.monotonic() - waited

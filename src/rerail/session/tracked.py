@@ -148,11 +148,13 @@ class Tracked:
         return plain.encode(state, "a tracked object")
 
     def load_small_objects(self, data: bytes, tensors: Named) -> None:
-        """Put the small state back; `tensors` holds what was taken out of it."""
+        """Put the small state back; `tensors` holds what was taken out of it. What is not there stays as it is."""
         state = plain.decode(data)
         for name, value in self.objects.items():
             if name in state:
-                load_object(value, plain.put_in_tensors(state[name], tensors))
+                present: Named = {}
+                plain.take_out_tensors(value.state_dict(), name, present)
+                load_object(value, plain.put_in_tensors(state[name], {**present, **tensors}))
         for name, optimizer in self.optimizers.items():
             for group, saved in zip(optimizer.param_groups, state.get(f"{name}:groups", []), strict=False):
                 group.update({key: _like(saved[key], group.get(key)) for key in saved})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rerail.runtime.wire import Plan
 from rerail.session import plain
-from rerail.session.tracked import Entry, Tracked, table_of
+from rerail.session.tracked import Entry, table_of
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -31,6 +31,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     table: list[Entry]
     objects: bytes
     snapshot_every: int
+    next_save: int
 
 
 def exchange(plan: Plan, job: Job) -> None:
@@ -39,14 +40,16 @@ def exchange(plan: Plan, job: Job) -> None:
         if source.kind != "replica":
             continue
         if source.rank == job.rank:
-            _send(receiver, job._tracked, job._snapshots.every)
+            _send(receiver, job)
         elif receiver == job.rank:
-            job._snapshots.every = _receive(source.rank, job._tracked)
+            _receive(source.rank, job)
 
 
-def _send(receiver: int, tracked: Tracked, snapshot_every: int) -> None:
-    tensors = tracked.tensors()
-    head = msgspec.msgpack.encode(Header(table_of(tensors), tracked.small_objects(scalars=True), snapshot_every))
+def _send(receiver: int, job: Job) -> None:
+    tensors = job._tracked.tensors()
+    objects = job._tracked.small_objects(scalars=True)
+    header = Header(table_of(tensors), objects, job._snapshots.every, job._checkpoints.next_save)
+    head = msgspec.msgpack.encode(header)
     dist.send(torch.tensor([len(head)], dtype=torch.int64), receiver)
     dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), receiver)
     for parcel in _parcels(list(tensors.values())):
@@ -54,7 +57,8 @@ def _send(receiver: int, tracked: Tracked, snapshot_every: int) -> None:
         dist.send(whole, receiver)
 
 
-def _receive(sender: int, tracked: Tracked) -> int:
+def _receive(sender: int, job: Job) -> None:
+    tracked = job._tracked
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, sender)
     head = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -74,7 +78,7 @@ def _receive(sender: int, tracked: Tracked) -> int:
     tracked.forget_unnamed({name for name, *_ in header.table})
     named = {name: tensor for (name, *_), tensor in zip(header.table, received, strict=True)}
     tracked.load_small_objects(header.objects, named)
-    return header.snapshot_every
+    job._snapshots.every, job._checkpoints.next_save = header.snapshot_every, header.next_save
 
 
 def _parcels(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

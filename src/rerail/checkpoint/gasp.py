@@ -1,0 +1,85 @@
+"""The dying gasp: saves the newest snapshots that the ranks of this node left in memory when the job came to its end.
+
+    python -m rerail.checkpoint.gasp ARENA...        prints one line for the user, or nothing
+
+Every snapshot carries the order by which it would be saved. Of the versions that all ranks here have, the newest are
+saved, each rank in a thread; ranks on other nodes do the same, and what all have is committed. Started by
+`runtime.launcher` when ranks and agent are gone. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from rerail.checkpoint import names
+from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.saving import Order, Outcome, carry_out
+from rerail.checkpoint.tiers import tier_at
+from rerail.errors import CheckpointError, StateError
+
+DEADLINE_S = 30.0
+"""Seconds that the other nodes' ranks may take."""
+
+
+def orders_of(arena: Arena) -> dict[int, Order]:
+    """How to save each sealed version of one rank."""
+    found = {}
+    for seal in arena.seals():
+        try:
+            text = arena.meta(seal.version).order
+            if text:
+                order = msgspec.json.decode(text, type=Order)
+                found[seal.version] = msgspec.structs.replace(order, read_back=False, deadline_s=DEADLINE_S)
+        except (msgspec.DecodeError, StateError):
+            continue
+    return found
+
+
+def unsaved(arenas: list[Arena]) -> bool:
+    """Whether there is anything here that ought to be saved and is not."""
+    newest = [max(orders_of(arena).items(), default=None, key=lambda item: item[0]) for arena in arenas]
+    return all(newest) and any(not _is_saved(found[1]) for found in newest if found is not None)
+
+
+def gasp(arenas: list[Arena]) -> str:
+    """Save what can be saved; a line for the user."""
+    orders = [orders_of(arena) for arena in arenas]
+    common = set[int].intersection(*(set(found) for found in orders)) if orders else set()
+    for version in sorted(common, reverse=True):
+        mine = [found[version] for found in orders]
+        if _is_saved(mine[0]):
+            return ""
+        with ThreadPoolExecutor(len(arenas), thread_name_prefix="rerail-gasp") as pool:
+            outcomes = list(pool.map(_save, mine, arenas))
+        if all(outcome.ok for outcome in outcomes):
+            return f"step {version} was saved to {outcomes[0].url} before the end"
+        told = next(note for outcome in outcomes if not outcome.ok for note in (*outcome.notes, "no reason given"))
+        print(f"rerail: step {version} could not be saved before the end: {told}", file=sys.stderr)
+    return ""
+
+
+def _save(order: Order, arena: Arena) -> Outcome:
+    return list(carry_out(order, arena, lambda: {order.id}))[-1]
+
+
+def _is_saved(order: Order) -> bool:
+    for url in order.tiers:
+        try:
+            if names.COMMIT in tier_at(url).names(order.id.folder):
+                return True
+        except (OSError, CheckpointError):
+            continue
+    return False
+
+
+def main() -> None:
+    told = gasp([Arena(int(text)) for text in sys.argv[1:]])
+    if told:
+        print(f"rerail: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

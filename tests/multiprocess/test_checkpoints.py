@@ -1,0 +1,152 @@
+"""Durable checkpoints end to end: a killed job goes on as if nothing had been, in the same layout or in another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import Run, Start
+
+from rerail.checkpoint import catalog
+from rerail.checkpoint.files import FileTier
+
+SCRIPT = Path(__file__).with_name("saved.py")
+STEPS, EVERY = 24, 4
+
+
+def committed(root: Path) -> list[tuple[int, int]]:
+    """(epoch, step) of what counts, oldest first; every one is opened and so proven whole."""
+    found = [one for one in catalog.folders(FileTier(root)) if one.committed]
+    return [(catalog.open_step(one.tier, one.id).id.epoch, one.id.step) for one in found]
+
+
+def kill_everything(run: Run) -> None:
+    """As a power cut would: launcher, controller, agent, ranks and persisters at once."""
+    processes = [*psutil.Process(run.process.pid).children(recursive=True), psutil.Process(run.process.pid)]
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=20)
+
+
+def later_losses(run: Run, first: int) -> dict[tuple[int, int], float]:
+    return {place: loss for place, loss in run.losses.items() if place[1] > first}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.timeout(400)
+def test_a_rank_is_killed_then_the_whole_job_and_the_bits_are_those_of_a_quiet_run(
+    start: Start, tmp_path: Path, layout: str
+) -> None:
+    quiet = start(layout, str(STEPS), str(tmp_path / "quiet"), ranks=2, script=SCRIPT)
+    quiet.finish()  # without a pause between steps, so that saves are left out: the disk is never waited for
+    assert committed(tmp_path / "quiet")[-1] == (1, STEPS)
+
+    root = tmp_path / "root"
+    first = start(layout, str(STEPS), str(root), "--sleep", "0.1", ranks=2, script=SCRIPT)
+    first.reach(6)
+    first.send(1, signal.SIGKILL)
+    first.until(lambda: (1, 16) in committed(root), "a save by the newcomer")
+    kill_everything(first)
+    assert len(first.pids[1]) == 2, first.told("a replaced rank 1")
+    saved = committed(root)
+
+    second = start(layout, str(STEPS), str(root), ranks=2, script=SCRIPT)
+    second.finish()
+    assert min(step for _, step in second.losses) == saved[-1][1] + 1, second.told("to go on behind the newest save")
+    assert second.losses == later_losses(quiet, saved[-1][1])
+    assert second.digests == quiet.digests
+    assert {**first.losses, **second.losses} == quiet.losses
+    assert committed(root)[-1] == (2, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "when", "rank"),
+    [("ddp", "before", 1), ("ddp", "inside", 0), ("fsdp", "before", 0), ("fsdp", "inside", 1)],
+)
+def test_a_rank_lost_in_the_middle_of_a_save_holds_up_no_other_save(
+    start: Start, tmp_path: Path, layout: str, when: str, rank: int
+) -> None:
+    """It dies before its part of step 8 is copied, or in the very step that is being saved."""
+    root = tmp_path / "root"
+    run = start(layout, "20", str(root), "--sleep", "0.1", "--die", f"{when}@{rank}@8", ranks=2, script=SCRIPT)
+    run.finish()
+    assert len(run.pids[rank]) == 2, run.told("a replaced rank")
+    assert {(1, step) for step in (4, 12, 16, 20)} == set(committed(root)) - {(1, 8)}
+
+
+def test_a_rank_lost_while_the_next_save_is_agreed_agrees_again_with_the_others(start: Start, tmp_path: Path) -> None:
+    """By measured times, one small collective in the step behind each save: a newcomer must not be alone in it."""
+    root = tmp_path / "root"
+    args = ("ddp", "26", str(root), "--planned", "--sleep", "0.03", "--die", "inside@1@20")
+    run = start(*args, ranks=2, script=SCRIPT)
+    run.finish()
+    assert len(run.pids[1]) == 2, run.told("a replaced rank")
+    assert {(1, 20), (1, 26)} <= set(committed(root)), run.told("the save of the lost rank and the last one")
+
+
+def launched(launcher: str, ranks: int, folder: Path, *args: str) -> dict[int, dict[str, Any]]:
+    """Run the script to its end by one of three launchers; what each rank said last, and its first step."""
+    command = {
+        "alone": [],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+        "rerail": ["-m", "rerail.cli.main", "run", "--nproc-per-node", str(ranks)],
+    }[launcher]
+    env = {**os.environ, "RERAIL_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    told = subprocess.run(
+        [sys.executable, *command, str(SCRIPT), *args], env=env, capture_output=True, text=True, timeout=150
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    lines = told.stdout.replace("loaded ", "").replace("}{", "}\n{").splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        rank = found.setdefault(event["rank"], {"losses": {}})
+        if "loss" in event:
+            rank["losses"][event["step"]] = event["loss"]
+        rank.update({key: event[key] for key in ("loaded", "digest") if key in event})
+    assert len(found) == ranks, told.stdout + told.stderr
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_every_layout_reads_what_the_one_before_has_saved(tmp_path: Path) -> None:
+    """1 rank, 2, 2, 4, 4 and 1 again; each finds the whole tensors just as they were, and trains on."""
+    before, step = "", 0
+    for launcher, ranks, layout in [
+        ("alone", 1, "ddp"),
+        ("torchrun", 2, "fsdp"),
+        ("rerail", 2, "tp"),
+        ("torchrun", 4, "fsdp+tp"),
+        ("rerail", 4, "hsdp"),
+        ("alone", 1, "ddp"),
+    ]:
+        step += 3
+        ranks_said = launched(launcher, ranks, tmp_path, layout, str(step), str(tmp_path / "root"), "--loaded")
+        where = f"{layout} of {ranks} by {launcher}"
+        assert ranks_said[0]["loaded"] == before or not before, f"{where} found other tensors than were saved"
+        assert sorted(ranks_said[0]["losses"]) == [step - 2, step - 1, step], where
+        before = ranks_said[0]["digest"]
+    assert [save[1] for save in committed(tmp_path / "root")] == list(range(3, step + 1, 3))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("alone", 1)])
+def test_without_rerail_run_a_second_start_goes_on_where_the_first_ended(
+    tmp_path: Path, launcher: str, ranks: int
+) -> None:
+    straight = launched(launcher, ranks, tmp_path, "ddp", "9", str(tmp_path / "straight"))
+    half = launched(launcher, ranks, tmp_path, "ddp", "5", str(tmp_path / "parts"))
+    rest = launched(launcher, ranks, tmp_path, "ddp", "9", str(tmp_path / "parts"))
+    for rank in range(ranks):
+        assert rest[rank]["digest"] == straight[rank]["digest"]
+        assert {**half[rank]["losses"], **rest[rank]["losses"]} == straight[rank]["losses"]
+        assert min(rest[rank]["losses"]) == 6
