@@ -211,7 +211,7 @@ def test_a_step_saved_by_a_job_can_be_read(tmp_path: Path) -> None:
 
 
 TWO_RANKS = """
-    import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from rerail.checkpoint.dcp import Reader, Writer
@@ -252,6 +252,7 @@ TWO_RANKS = """
     else:
         raise SystemExit("what cannot be read was saved")
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may end the process on their own when the interpreter goes
 """
 
 

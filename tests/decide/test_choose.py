@@ -129,6 +129,18 @@ def test_budget_lets_different_faults_be_bad_luck_but_not_for_ever() -> None:
     assert decide(KILLED, budget=Budget(stuck=1, standing=15)).rule == "no-progress"
 
 
+def test_budget_counts_an_exception_that_wanders_over_the_ranks() -> None:
+    budget = Budget()
+    for rank in (0, 1, 0):
+        budget = budget.note(diagnosis(ranks=(rank,)), 5, aware=True)
+    assert budget.stuck == 3
+
+
+def test_budget_knows_the_step_of_a_raise_though_no_beat_has_told_it() -> None:
+    once = Budget().note(diagnosis(step=5), 3, aware=True)
+    assert once.note(diagnosis(step=5), 5, aware=True).raised_count == 2
+
+
 def test_budget_counts_raises_of_one_step() -> None:
     once = Budget().note(diagnosis(step=5), 5, aware=True)
     twice = once.note(diagnosis(step=5), 5, aware=True)

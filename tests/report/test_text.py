@@ -132,8 +132,8 @@ def test_commands_have_the_same_shape() -> None:
         assert callable(module.add_arguments) and callable(module.run)
 
 
-def test_bars_show_anything_above_zero() -> None:
-    assert bar(0.0, 5.0) == "" and bar(0.0001, 5.0) == "▏" and bar(5.0, 5.0) == "█" * 20
+def test_bars_show_anything_that_is_not_shown_as_zero() -> None:
+    assert bar(0.0, 5.0) == bar(0.0001, 0.0001) == "" and bar(0.01, 5.0) == "▏" and bar(5.0, 5.0) == "█" * 20
     assert table([]) == "no incidents"
 
 

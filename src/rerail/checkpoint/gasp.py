@@ -56,8 +56,8 @@ def gasp(arenas: list[Arena]) -> str:
             outcomes = list(pool.map(_save, mine, arenas))
         if all(outcome.ok for outcome in outcomes):
             return f"step {version} was saved to {outcomes[0].url} before the end"
-        told = next(note for outcome in outcomes if not outcome.ok for note in (*outcome.notes, "no reason given"))
-        print(f"rerail: step {version} could not be saved before the end: {told}", file=sys.stderr)
+        failed = next(outcome for outcome in outcomes if not outcome.ok)
+        return f"step {version} could not be saved before the end: {failed.notes[-1] if failed.notes else 'no reason given'}"
     return ""
 
 

@@ -113,10 +113,15 @@ def opened(place: Place) -> Step:
     """The step that is meant; without a number the newest that is whole, and a word about newer ones that are not."""
     if not place.step:
         find(place)
-        step = catalog.newest([place.tier], lambda why: print(f"rerail ckpt: {clean(why)}", file=sys.stderr))
-        if step is None:
-            raise CheckpointError(f"no step in {place.tier.url} is whole")
-        return step
+        for one in catalog.candidates([place.tier]):
+            row = look(one.tier, one.id)
+            if row.whole and not row.why:
+                return catalog.open_step(one.tier, one.id)
+            print(
+                f"rerail ckpt: {one.tier.url}/{one.id.folder} is passed over: {clean(row.why.removeprefix('damaged: '))}",
+                file=sys.stderr,
+            )
+        raise CheckpointError(f"no step in {place.tier.url} is whole")
     found = find(place)
     try:
         return catalog.open_step(found.tier, found.id)

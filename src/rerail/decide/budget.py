@@ -35,11 +35,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """How often in a row the same error on the same rank has ended an attempt."""
 
     def note(self, diagnosis: Diagnosis, high_version: int, *, aware: bool) -> Budget:
-        """Count one incident."""
+        """Count one incident. A rank that raised had completed the step before, whether or not its beat has told so."""
+        high_version = max(high_version, diagnosis.step)
         moved = high_version > self.high_version
         raised = not diagnosis.lost and diagnosis.rule not in ("collective-alone", "takeover")
         again = raised and diagnosis.step == self.raised_version and not moved
-        fault = f"{diagnosis.code}|{','.join(map(str, sorted(diagnosis.ranks)))}"
+        # an exception may hit one rank first and then another; a process that dies is that rank's own affair
+        where = ",".join(map(str, sorted(diagnosis.ranks))) if diagnosis.lost else "anywhere"
+        fault = f"{diagnosis.code}|{where}"
         key = "" if aware else f"{diagnosis.code}|{diagnosis.summary}"
         return Budget(
             restarts_used=self.restarts_used,

@@ -24,8 +24,8 @@ _DONE = {
 
 
 def bar(value: float, largest: float, width: int = BAR_WIDTH) -> str:
-    """A bar of block characters, precise to an eighth of one; anything above zero shows."""
-    if value <= 0 or largest <= 0:
+    """A bar of block characters, precise to an eighth of one; anything that is not shown as zero has one."""
+    if value < 0.005 or largest <= 0:  # shown as 0.00 s
         return ""
     eighths = max(1, round(value / largest * width * 8))
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()

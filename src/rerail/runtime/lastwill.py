@@ -20,7 +20,10 @@ _LOOK_S = 0.02
 
 
 def carry_out(arenas: list[int], in_a_hurry: Callable[[], bool]) -> None:
-    """Wait for the savers of ranks that are gone; then save what is only in memory. `in_a_hurry`: give up at once."""
+    """Wait for the savers of ranks that are gone, then save what is only in these arenas; none, if the job is done.
+
+    `in_a_hurry`: give up at once.
+    """
     until = time.monotonic() + LONGEST_S
 
     def patient() -> bool:
@@ -32,7 +35,7 @@ def carry_out(arenas: list[int], in_a_hurry: Callable[[], bool]) -> None:
         say(f"a checkpoint was still being written by process {pid}; it is left unfinished and will not be used")
         processes.signal_process(pid, 9)
         processes.reap(pid)
-    if all(os.fstat(fd).st_size for fd in arenas) and patient() and _anything_unsaved(arenas):
+    if arenas and all(os.fstat(fd).st_size for fd in arenas) and patient() and _anything_unsaved(arenas):
         _save_from_memory(arenas, patient)
 
 

@@ -110,13 +110,13 @@ class Launcher:
         """Start all, stay until the agent is done, leave nothing behind."""
         processes.adopt_orphans()
         before = self._listen_to_signals()
+        code: int | None = None
         try:
             with contextlib.suppress(OSError):
                 self._address_file.unlink()
             self.agent.start()
             if self.spec.hosts_controller:
                 self.controller.start()
-            code = None
             while code is None:
                 self._sleep()
                 self._pass_signals_on()
@@ -124,7 +124,8 @@ class Launcher:
             return code
         finally:
             self._clean_up()
-            lastwill.carry_out([one.arena for one in self._memory], lambda: len(self._signals) > 1)
+            arenas = [one.arena for one in self._memory] if code != 0 else []
+            lastwill.carry_out(arenas, lambda: len(self._signals) > 1)
             self._restore_signals(before)
 
     @property

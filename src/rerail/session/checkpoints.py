@@ -95,11 +95,21 @@ class Checkpoints:
         """All ranks together: a new epoch for this start of the job."""
         if not self.on:
             return
-        claimed = saving.claim_epoch(self._tiers[0], _job_name(), self._tiers[1:]) if self._job.rank == 0 else 0
+        claimed = self._claimed() if self._job.rank == 0 else 0
         self.epoch = self._from_rank_0([claimed])[0]
         if self._job.rank == 0:
             owed.in_background(lambda: owed.give_up_older(self._tiers, self.epoch))
         self._plan_next()
+
+    def _claimed(self) -> int:
+        first = self._tiers[0]
+        try:
+            return saving.claim_epoch(first, _job_name(), self._tiers[1:])
+        except OSError as error:
+            raise CheckpointError(
+                f"job.checkpoints(): nothing can be written to {first.url} ({error.strerror or error}). "
+                "Give it a directory or URL that all ranks can write to"
+            ) from error
 
     @property
     def saves(self) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.schedule import When
 from rerail.errors import StateError, StepInterrupted
 from rerail.runtime.clock import Phase, StepClock
-from rerail.session import rng
+from rerail.session import restore, rng
 from rerail.session.attempt import Attempt
 from rerail.session.buffers import BufferGuard
 from rerail.session.checkpoints import Checkpoints
@@ -142,6 +142,7 @@ class Job:
             if fabric.interrupted and self._rejoin is not None:
                 yield from self._run_out()
                 self._rejoin.repair()
+            self._drop_batch_behind(until)
             if not self._has_batch and not self._fetch(until):
                 self._save_last()
                 if self._rejoin is None or self._rejoin.finish():
@@ -193,6 +194,11 @@ class Job:
             self.rehearsing = True
             yield self._batch
             self.rehearsing = False
+
+    def _drop_batch_behind(self, until: int | None) -> None:
+        """A batch fetched to rehearse with, by a process that came when all was done already."""
+        if until is not None and self._version >= until and self._has_batch and self._small is not None:
+            restore.small(self, self._small, fresh=False)
 
     def _fetch(self, until: int | None) -> bool:
         """Take down the small state of this version, then get its batch. False at the end."""

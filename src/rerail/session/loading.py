@@ -62,7 +62,7 @@ def _small_of(step: Step, rank: int, world_size: int) -> Small:
     position = small.position
     if rank == 0:
         print(
-            f"rerail: saved by {before} ranks, read by {world_size}: the tensors are exact, the place in the data is that "
+            f"rerail: saved by {_ranks(before)}, read by {world_size}: the tensors are exact, the place in the data is that "
             "of the same number of samples, random states start anew where a rank is new",
             file=sys.stderr,
         )
@@ -101,3 +101,7 @@ def _references(state: Any) -> list[str]:
     if isinstance(state, list):
         return [name for value in state for name in _references(value)]
     return []
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
