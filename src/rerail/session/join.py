@@ -6,6 +6,7 @@ the same script runs with torch's own groups and without repairs. Called by the 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from datetime import timedelta
@@ -22,6 +23,8 @@ from rerail.session.fabric import fabric, hearing
 from rerail.session.job import Job, Place
 from rerail.session.link import AgentLink, connect
 
+STUCK_S = 10.0
+"""Seconds after an interrupt at which a rank that has not parked writes its stacks to its log."""
 _job: Job | None = None
 
 
@@ -90,6 +93,9 @@ def _leave_nccl_errors_to_us() -> None:
 
 def _wire_up(link: AgentLink, assignment: Assign) -> None:
     def on_interrupt(interrupt: Interrupt) -> None:
+        if not fabric.rehearsing:
+            # If this rank does not leave its step, its log tells where it is: written without Python's help.
+            faulthandler.dump_traceback_later(STUCK_S)
         fabric.interrupt(interrupt.generation)
 
     def on_failure(text: str) -> None:

@@ -8,6 +8,7 @@ generation and starts over. Called by `session.job` on the training thread.
 
 from __future__ import annotations
 
+import faulthandler
 import time
 import traceback
 from collections.abc import Iterator
@@ -199,6 +200,7 @@ class Rejoiner:
         job, port = self._job, 0
         if wanted.store_rank == job.rank:
             self._served, port = fabric.serve()
+        faulthandler.cancel_dump_traceback_later()
         if fabric.cuts:
             self._phases["run_out"] = time.monotonic() - fabric.cut_at
         smalls = set(self._inherited) | set(job._snapshots.small_versions())
