@@ -42,3 +42,10 @@ def test_draws_after_a_restore_are_those_after_the_capture(before: Callable[[], 
     assert draw() == wanted
     rng.restore(state)
     assert rng.capture() == state
+
+
+def test_pythons_state_is_read_from_memory_and_means_the_same() -> None:
+    for _ in range(700):  # past the end of its words, where they are made anew
+        assert rng._from_memory() == rng._by_asking()
+        random.random()
+    assert rng._python_words is rng._from_memory

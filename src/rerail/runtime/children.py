@@ -171,6 +171,9 @@ class Child:
         except WireError as error:
             processes.say(f"process {self.pid} broke the protocol and is ended: {error}")
             processes.kill_tree(self.pid)
+        except Exception as error:  # a process that nobody listens to would look like one that does not answer
+            processes.say(f"process {self.pid} is ended, its message failed here: {type(error).__name__}: {error}")
+            processes.kill_tree(self.pid)
         finally:
             writer.close()
 

@@ -24,6 +24,24 @@ _numpy_seen: tuple[bytes, tuple[bytes, int, int, float]] | None = None
 """NumPy's state as last taken down: as it lay in memory, and what it meant."""
 
 
+_python: Any = random.getstate.__self__  # type: ignore[attr-defined]
+"""The generator behind `random.random()` and its like."""
+
+
+def _from_memory() -> bytes:
+    """Python's Mersenne Twister as it lies in memory behind the object's head: position, then 624 words."""
+    memory = ctypes.string_at(id(_python) + object.__basicsize__, _WORDS.size)
+    return memory[4:] + memory[:4]
+
+
+def _by_asking() -> bytes:
+    return _WORDS.pack(*random.getstate()[1])
+
+
+_python_words = _from_memory if _from_memory() == _by_asking() else _by_asking
+"""Asking makes 625 Python numbers, in every step; the memory is read instead where it is laid out as expected."""
+
+
 class RandomState(msgspec.Struct, frozen=True, array_like=True):
     """Python's, NumPy's, torch's CPU and torch's accelerator generators."""
 
@@ -36,10 +54,9 @@ class RandomState(msgspec.Struct, frozen=True, array_like=True):
 
 def capture() -> RandomState:
     """The state right now."""
-    _, words, gauss = random.getstate()
     return RandomState(
-        _WORDS.pack(*words),
-        gauss,
+        _python_words(),
+        _python.gauss_next,
         _bytes(torch.get_rng_state()),
         _numpy_state(),
         tuple(_bytes(state) for state in torch.cuda.get_rng_state_all()) if cuda_in_use() else (),
