@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rerail.checkpoint.arena import Arena
-from rerail.checkpoint.staging import Piece, Stager, view_of
+from rerail.checkpoint.dtypes import view_of
+from rerail.checkpoint.staging import Piece, Stager
 from rerail.errors import StateError
 
 

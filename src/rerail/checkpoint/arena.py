@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rerail.checkpoint.header import PAGE
+from rerail.checkpoint.header import PAGE, to_page
 from rerail.errors import StateError
 
 MAGIC = 0x7265_7261_696C_0A02
@@ -120,7 +120,7 @@ class Arena:
 
     def reserve(self, slots: int, meta_bytes: int, image_bytes: int) -> None:
         """Make room for so many slots. What was sealed is gone if the room was too small."""
-        meta_bytes, image_bytes = _pages(meta_bytes), _pages(image_bytes)
+        meta_bytes, image_bytes = to_page(meta_bytes), to_page(image_bytes)
         if self._slots == slots and meta_bytes <= self._meta_bytes and image_bytes <= self._image_bytes:
             return
         for slot in range(self._slots):
@@ -216,10 +216,6 @@ class Arena:
 
     def _unlock_slot(self, slot: int) -> None:
         fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, slot)
-
-
-def _pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
 
 
 def _seal_at(slot: int) -> int:

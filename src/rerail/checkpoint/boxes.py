@@ -48,10 +48,7 @@ def runs(source: Box, target: Box) -> Iterator[Run]:
     if not common.shape:
         yield Run(0, 0, 1)
         return
-    # Behind `inner` all dimensions are whole in both boxes, so that one run spans them.
-    inner = len(common.shape) - 1
-    while inner > 0 and common.shape[inner] == source.shape[inner] == target.shape[inner]:
-        inner -= 1
+    inner = _inner(source, target, common)
     count = math.prod(common.shape[inner:])
     source_strides, target_strides = strides(source.shape), strides(target.shape)
     from_source = [s - a for s, a in zip(common.start, source.start, strict=True)]
@@ -64,6 +61,20 @@ def runs(source: Box, target: Box) -> Iterator[Run]:
             base_target + sum(i * stride for i, stride in zip(index, target_strides, strict=False)),
             count,
         )
+
+
+def count_runs(source: Box, target: Box) -> int:
+    """How many there would be."""
+    common = intersection(source, target)
+    return 0 if common is None else math.prod(common.shape[: _inner(source, target, common)])
+
+
+def _inner(source: Box, target: Box, common: Box) -> int:
+    """The dimension behind which all are whole in both boxes, so that one run spans them."""
+    inner = max(len(common.shape) - 1, 0)
+    while inner > 0 and common.shape[inner] == source.shape[inner] == target.shape[inner]:
+        inner -= 1
+    return inner
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -123,11 +123,23 @@ def candidates(tiers: Sequence[Tier]) -> Iterator[Found]:
         yield found
 
 
+def whole(
+    tiers: Sequence[Tier], passed_over: Callable[[Found, Exception], None], number: int | None = None
+) -> Iterator[Step]:
+    """Steps whose description is whole, newest first; of this number, if one is given."""
+    for found in candidates(tiers):
+        if number is not None and found.id.step != number:
+            continue
+        try:
+            yield open_step(found.tier, found.id)
+        except (OSError, CheckpointError) as error:
+            passed_over(found, error)
+
+
 def newest(tiers: Sequence[Tier], passed_over: Callable[[str], None]) -> Step | None:
     """The newest step whose description is whole; why newer ones are not goes to `passed_over`."""
-    for found in candidates(tiers):
-        try:
-            return open_step(found.tier, found.id)
-        except (OSError, CheckpointError) as error:
-            passed_over(f"{found.tier.url}/{found.id.folder} is passed over: {error}")
-    return None
+
+    def say(found: Found, error: Exception) -> None:
+        passed_over(f"{found.tier.url}/{found.id.folder} is passed over: {error}")
+
+    return next(whole(tiers, say), None)

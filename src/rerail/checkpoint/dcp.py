@@ -83,7 +83,7 @@ class Writer(StorageWriter):
 
     def __init__(self, root: _Root, step: int, *, keep: Keep | int | None = None, deadline_s: float = 600.0) -> None:
         self._root, self._step, self._deadline_s = os.fspath(root), step, deadline_s
-        self._keep = Keep(last=keep) if isinstance(keep, int) else (keep or Keep())
+        self._keep = Keep.of(keep)
 
     @property
     def checkpoint_id(self) -> str:
@@ -286,13 +286,12 @@ def _save(order: Order, arena: Arena, plan: SavePlan, planner: SavePlanner) -> l
 def _open(root: str, number: int | None) -> Step:
     tier = tier_at(root)
     passed_over: list[str] = []
-    for found in catalog.candidates([tier]):
-        if number is not None and found.id.step != number:
-            continue
-        try:
-            return catalog.open_step(tier, found.id)
-        except (OSError, CheckpointError) as error:
-            passed_over.append(f"; {found.id.folder}: {error}")
+
+    def note(found: catalog.Found, error: Exception) -> None:
+        passed_over.append(f"; {found.id.folder}: {error}")
+
+    for step in catalog.whole([tier], note, number):
+        return step
     what = "no step" if number is None else f"no step {number}"
     raise CheckpointError(f"there is {what} in {tier.url} that can be read{''.join(passed_over)}")
 

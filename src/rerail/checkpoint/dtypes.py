@@ -1,6 +1,13 @@
-"""torch's types by safetensors' names and back. Called by `checkpoint.staging` and `checkpoint.reshard`."""
+"""torch's types by safetensors' names and back, and tensors that lie in shared or mapped memory.
+
+Called by `checkpoint.staging`, `checkpoint.reshard`, the importers and exporters, and `session.restore`.
+"""
 
 from __future__ import annotations
+
+import math
+import mmap
+from typing import Protocol
 
 import torch
 
@@ -39,3 +46,22 @@ def dtype_of(code: str) -> torch.dtype:
         return _TYPES[code]
     except KeyError:
         raise StateError(f"unknown tensor type {code!r}") from None
+
+
+class Placed(Protocol):
+    """A tensor by where it lies: an entry of an arena's slot, or of a safetensors header."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def at(self) -> int: ...
+
+
+def view_of(memory: mmap.mmap | memoryview, placed: Placed, base: int = 0) -> torch.Tensor:
+    """The tensor that lies in this memory, `placed.at` bytes behind `base`, without a copy."""
+    dtype, count = dtype_of(placed.dtype), math.prod(placed.shape)
+    if not count:
+        return torch.empty(placed.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=base + placed.at).view(placed.shape)

@@ -25,9 +25,10 @@ import torch
 from rerail.checkpoint import header, reshard
 from rerail.checkpoint.boxes import Box
 from rerail.checkpoint.catalog import Saved, Step
-from rerail.checkpoint.dtypes import dtype_of
-from rerail.checkpoint.files import sync_directory
+from rerail.checkpoint.dtypes import dtype_of, view_of
+from rerail.checkpoint.files import sync_directory, write_fully
 from rerail.checkpoint.header import SIZES
+from rerail.checkpoint.names import owner_and_name
 from rerail.checkpoint.reshard import Wanted
 from rerail.errors import CheckpointError, UsageError
 
@@ -65,7 +66,7 @@ def plan(step: Step, what: str) -> Plan:
     names: dict[str, str] = {}
     owned: dict[str, tuple[int, str]] = {}
     for name in saved:
-        rank, plain = _rank_and_name(name)
+        rank, plain = owner_and_name(name)
         if not plain.startswith(f"{what}."):
             continue
         short = plain.removeprefix(f"{what}.")
@@ -75,7 +76,7 @@ def plan(step: Step, what: str) -> Plan:
             owned[short] = rank, name
     from_ranks = {short: name for short, (_, name) in owned.items() if short not in names}
     if not names and not from_ranks:
-        there = sorted({_rank_and_name(name)[1].partition(".")[0] for name in saved})
+        there = sorted({owner_and_name(name)[1].partition(".")[0] for name in saved})
         raise UsageError(
             f"step {step.id.step} has no tensors of {what!r}",
             hint=f"it has those of: {', '.join(there) or 'nothing'} (choose with --what NAME, or --all)",
@@ -157,22 +158,17 @@ def _write_file(path: Path, chosen: Plan, keys: Iterable[str], advance: Advance)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.posix_fallocate(fd, 0, size)  # a full disk says so before anything is read
-        at = _write_all(fd, memoryview(head), 0)
+        write_fully(fd, memoryview(head), 0)
+        at = len(head)
         for _, tensor in stream(chosen.step, [(chosen.names[key], saved) for key, saved in picked]):
             data = raw(tensor)
-            at = _write_all(fd, data, at)
+            write_fully(fd, data, at)
+            at += len(data)
             advance(len(data))
         os.fsync(fd)
     finally:
         os.close(fd)
     return placed
-
-
-def _write_all(fd: int, data: memoryview, at: int) -> int:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], at + done)
-    return at + len(data)
 
 
 # --- a directory ---
@@ -219,19 +215,11 @@ def _write_dcp(draft: Path, chosen: Plan, advance: Advance) -> list[str]:
     with open(detour, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     detour.unlink()
-    state = {tensor.key: view(memory, tensor) for tensor in placed}
+    state = {tensor.key: view_of(memory, tensor) for tensor in placed}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process is meant to be alone
         save(state, storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
     return sorted(os.listdir(draft))
-
-
-def view(memory: mmap.mmap, tensor: header.Tensor, base: int = 0) -> torch.Tensor:
-    """A tensor that lies in mapped memory, without a copy."""
-    dtype, count = dtype_of(tensor.dtype), math.prod(tensor.shape)
-    if not count:
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=base + tensor.at).view(tensor.shape)
 
 
 # --- the disk ---
@@ -256,10 +244,3 @@ def _check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise CheckpointError(f"{folder}: {size:,} bytes are to be written, and the disk has {free:,} left")
-
-
-def _rank_and_name(name: str) -> tuple[int, str]:
-    """The rank a tensor belongs to alone (-1: the whole job's), and its name without it."""
-    head, slash, rest = name.partition("/")
-    owned = slash and head.startswith("rank") and head[4:].isdigit()
-    return (int(head[4:]), rest) if owned else (-1, name)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from rerail.checkpoint.header import PAGE
+from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import digest
 from rerail.checkpoint.names import TRASH
 from rerail.checkpoint.tiers import Read
@@ -57,7 +57,7 @@ class FileTier:
         fd = _open_past_cache(self.root / path)
 
         def read(offset: int, buffer: memoryview, size: int) -> None:
-            done, padded = 0, buffer[: -(-size // PAGE) * PAGE]
+            done, padded = 0, buffer[: to_page(size)]
             while done < size:
                 got = os.preadv(fd, [padded[done:]], offset + done)
                 if got <= 0:
@@ -92,7 +92,7 @@ class FileTier:
         # The name appears only when all of it is on the disk.
         first = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
         with _new_file(first, direct=False) as (fd, _):
-            _write_fully(fd, memoryview(data), 0)
+            write_fully(fd, memoryview(data), 0)
             os.fsync(fd)
         try:
             if exclusive:
@@ -111,7 +111,7 @@ class FileTier:
             raise
 
     def put_large(self, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
-        padded = -(-size // PAGE) * PAGE
+        padded = to_page(size)
         if len(source) < padded:
             raise CheckpointError(f"{len(source)} bytes cannot be written as {padded}")
         with _new_file(self.root / path) as (fd, direct):
@@ -128,7 +128,7 @@ class FileTier:
     def _write_chunks(fd: int, source: memoryview, until: int, size: int, chunk: int) -> list[str]:
         def one(offset: int) -> str:
             found = digest(source[offset : min(offset + chunk, size)])
-            _write_fully(fd, source[offset : min(offset + chunk, until)], offset)
+            write_fully(fd, source[offset : min(offset + chunk, until)], offset)
             return found
 
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="rerail-write") as pool:
@@ -181,11 +181,12 @@ def _link(first: Path, target: Path, data: bytes) -> None:
             raise
         # without links the name is claimed by its creation, and the file is whole a moment later
         with _new_file(target, direct=False) as (fd, _):
-            _write_fully(fd, memoryview(data), 0)
+            write_fully(fd, memoryview(data), 0)
             os.fsync(fd)
 
 
-def _write_fully(fd: int, data: memoryview, offset: int) -> None:
+def write_fully(fd: int, data: memoryview, offset: int) -> None:
+    """All of the data, however many calls it takes."""
     done = 0
     while done < len(data):
         written = os.pwrite(fd, data[done:], offset + done)

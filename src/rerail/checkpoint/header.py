@@ -26,6 +26,11 @@ SIZES = {
 _LENGTH = struct.Struct("<Q")
 
 
+def to_page(size: int) -> int:
+    """The size, rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
+
+
 class Tensor(NamedTuple):
     """One tensor in a file. `at` counts from the start of the file."""
 

@@ -22,8 +22,7 @@ from torch import nn
 
 from rerail.checkpoint import header, names
 from rerail.checkpoint.arena import Arena, Entry, Meta
-from rerail.checkpoint.dtypes import code_of
-from rerail.checkpoint.export import view
+from rerail.checkpoint.dtypes import code_of, dtype_of, view_of
 from rerail.checkpoint.header import PAGE, SIZES
 from rerail.checkpoint.saving import Order, Outcome, carry_out, claim_epoch
 from rerail.checkpoint.tiers import Tier
@@ -111,7 +110,7 @@ def bring_in(source: Source, chosen: Mapping[str, str], tier: Tier, wish: Wish) 
             raise StateError("a new arena has no free slot")
         memory, base = arena.slot_image(slot)
         memory[base : base + len(head)] = head
-        source.fill({one[3]: view(memory, tensor, base) for one, tensor in zip(described, placed, strict=True)})
+        source.fill({one[3]: view_of(memory, tensor, base) for one, tensor in zip(described, placed, strict=True)})
         entries = [
             Entry(one.key, one.dtype, one.shape, "cpu", one.at, one.shape, (0,) * len(one.shape)) for one in placed
         ]
@@ -213,9 +212,9 @@ def _safetensors(files: list[Path]) -> Source:
 def _from_mapped(memory: mmap.mmap, tensor: header.Tensor) -> torch.Tensor:
     """Files of others need not be aligned: then a copy is."""
     if tensor.at % SIZES[tensor.dtype] == 0 or not tensor.size:
-        return view(memory, tensor)
+        return view_of(memory, tensor)
     aligned = torch.frombuffer(bytearray(memory[tensor.at : tensor.at + tensor.size]), dtype=torch.uint8)
-    return aligned.view(view(memory, tensor._replace(at=0)).dtype).view(tensor.shape)
+    return aligned.view(dtype_of(tensor.dtype)).view(tensor.shape)
 
 
 # --- torch.save ---

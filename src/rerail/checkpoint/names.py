@@ -70,3 +70,15 @@ def failure_name(rank: int) -> str:
 def rank_of_manifest(name: str) -> int | None:
     found = _MANIFEST.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def owned_name(rank: int, name: str) -> str:
+    """The name of a tensor that one rank, or one group of ranks by its lowest, has for itself."""
+    return f"rank{rank}/{name}"
+
+
+def owner_and_name(name: str) -> tuple[int, str]:
+    """Whose a tensor is (-1: the whole job's), and its name without that."""
+    head, slash, rest = name.partition("/")
+    owned = slash and head.startswith("rank") and head[4:].isdigit()
+    return (int(head[4:]), rest) if owned else (-1, name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from rerail.checkpoint.header import PAGE
+from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import RankManifest, digest
 from rerail.checkpoint.tiers import Read, Tier
 from rerail.errors import CheckpointError
@@ -80,7 +80,7 @@ def _read_chunks(
 
     def one(index: int, read: Read) -> int:
         if not hasattr(mine, "buffer"):
-            memory = mmap.mmap(-1, -(-manifest.chunk // PAGE) * PAGE)
+            memory = mmap.mmap(-1, to_page(manifest.chunk))
             mine.buffer = memoryview(memory)
             mine.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         size = min(manifest.chunk, manifest.size - index * manifest.chunk)

@@ -102,7 +102,7 @@ def _plan(
     if common is None:
         return 0
     address = tensor.data_ptr()
-    if _count_runs(part.box, target, common) <= FEW_RUNS:
+    if boxes.count_runs(part.box, target) <= FEW_RUNS:
         for run in boxes.runs(part.box, target):
             copies[part.rank].append(Copy(part.at + run.source * item, run.length * item, address + run.target * item))
         return 0
@@ -113,13 +113,6 @@ def _plan(
     copies[part.rank].append(Copy(part.at + first * row * item, rows * row * item, span.data_ptr()))
     detours.append(_Detour(span, common.start[0], part.box, target, tensor))
     return rows * row * item
-
-
-def _count_runs(source: Box, target: Box, common: Box) -> int:
-    inner = len(common.shape) - 1
-    while inner > 0 and common.shape[inner] == source.shape[inner] == target.shape[inner]:
-        inner -= 1
-    return math.prod(common.shape[: max(inner, 0)])
 
 
 def _copy_out(detour: _Detour) -> None:

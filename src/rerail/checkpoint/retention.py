@@ -29,6 +29,11 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     metric: str = ""
     """Name of the metric; a leading `-` means that less is better, as in `-loss`."""
 
+    @classmethod
+    def of(cls, wish: Keep | int | None) -> Keep:
+        """As users say it: a rule, the newest so many, or everything."""
+        return cls(last=wish) if isinstance(wish, int) else (wish or cls())
+
     @property
     def everything(self) -> bool:
         return not (self.last or self.every or self.best)

@@ -229,10 +229,8 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
 
     try:
         _look_until(lambda: not missing(), order.deadline_s, lambda: f"ranks {missing()} have not saved")
-        entries = {}
-        for name, rank in sorted(wanted.items()):
-            data = tier.get(f"{folder}/{name}", manifest.LARGEST)
-            entries[str(rank)] = RankEntry(len(data), manifest.digest(data))
+        texts = {rank: tier.get(f"{folder}/{name}", manifest.LARGEST) for name, rank in sorted(wanted.items())}
+        entries = {str(rank): RankEntry(len(text), manifest.digest(text)) for rank, text in texts.items()}
         newest = _newest_job(order)
         if newest > order.epoch:
             raise CheckpointError(
@@ -250,10 +248,7 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
             versions=order.versions,
         )
         # what could not be loaded is not committed
-        manifests = {
-            rank: manifest.decode_rank(tier.get(f"{folder}/{name}", manifest.LARGEST), commit, rank)
-            for name, rank in wanted.items()
-        }
+        manifests = {rank: manifest.decode_rank(text, commit, rank) for rank, text in texts.items()}
         check_whole(Step(tier, order.id, commit, manifests))
         _commit(tier, commit)
     except (OSError, CheckpointError) as error:

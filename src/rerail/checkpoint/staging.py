@@ -7,7 +7,6 @@ where the trainer waits for it. Called by `session.snapshotting`.
 
 from __future__ import annotations
 
-import math
 import mmap
 import queue
 import threading
@@ -19,7 +18,7 @@ import torch
 from rerail.checkpoint import header
 from rerail.checkpoint.arena import Arena, Entry, Meta
 from rerail.checkpoint.device import DeviceCopy
-from rerail.checkpoint.dtypes import code_of, dtype_of
+from rerail.checkpoint.dtypes import code_of, view_of
 from rerail.errors import StateError
 
 ALIGN = 64
@@ -187,6 +186,8 @@ class Stager:
     # --- the layout ---
 
     def _plan(self, pieces: Sequence[Piece]) -> _Layout:
+        if self._layout is not None and self._layout.pieces is pieces:
+            return self._layout
         key = [
             (p.name, p.tensor.dtype, p.tensor.shape, p.tensor.device.type, p.whole, p.start, p.saved) for p in pieces
         ]
@@ -233,14 +234,7 @@ class Stager:
         views = self._views.get(slot)
         if views is None:
             memory, base = self.arena.slot_image(slot)
-            views = []
-            for entry, index in zip(layout.entries, layout.order, strict=True):
-                dtype = layout.key[index][1]
-                count = int(torch.Size(entry.shape).numel())
-                flat = torch.empty(0, dtype=dtype)
-                if count:
-                    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=base + entry.at)
-                views.append(flat.view(entry.shape))
+            views = [view_of(memory, entry, base) for entry in layout.entries]
             self._views[slot] = views
         return views
 
@@ -255,13 +249,6 @@ def _pin(memory: mmap.mmap) -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
-
-
-def view_of(image: memoryview, entry: Entry) -> torch.Tensor:
-    """A tensor in a sealed slot, without a copy."""
-    dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
-    flat = torch.frombuffer(image, dtype=dtype, count=count, offset=entry.at) if count else torch.empty(0, dtype=dtype)
-    return flat.view(entry.shape)
 
 
 def _entry(piece: Piece, at: int) -> Entry:

@@ -62,6 +62,8 @@ class Checkpoints:
         """The version whose save was begun last."""
         self._new_here = False
         """This process took the place of another, and has not yet looked at what that one owed."""
+        self._seen = 0
+        """Committed steps that were looked at on the start."""
         self.stall_s = 0.0
         """What the last snapshot for a save cost the trainer."""
 
@@ -72,7 +74,7 @@ class Checkpoints:
             raise StateError("job.checkpoints() needs at least one place: a directory or a URL")
         self._tiers = [tier_at(os.fspath(place)) for place in where]
         self._when = EverySteps(when) if isinstance(when, int) else (when or Planned())
-        self._keep = Keep(last=keep) if isinstance(keep, int) else (keep or Keep())
+        self._keep = Keep.of(keep)
 
     @property
     def on(self) -> bool:
@@ -238,10 +240,9 @@ class Checkpoints:
     def restore(self) -> bool:
         """Load the newest step that every rank can read. False if there is none. All ranks together."""
         job = self._job
-        found = list(catalog.candidates(self._tiers)) if job.rank == 0 else []
-        there = len(found)
+        steps = catalog.whole(self._tiers, self._passed_over)
         while True:
-            chosen = self._from_rank_0(self._next_candidate(found, there) if job.rank == 0 else [0] * 5)
+            chosen = self._from_rank_0(self._candidate(next(steps, None)) if job.rank == 0 else [0] * 5)
             if not chosen[0]:
                 if chosen[1]:
                     # Beginning anew beside damaged steps, or with half of one loaded, would be worse than stopping.
@@ -267,17 +268,16 @@ class Checkpoints:
                     self._tell("loaded", chosen[2], f"starts from the checkpoint of step {chosen[2]} ({took:.2f} s)")
                 return True
 
-    def _next_candidate(self, found: list[catalog.Found], there: int) -> list[int]:
-        """[1, epoch, step, generation, tier] of the newest step that is whole; [0, how many there were, ...] at the end."""
-        while found:
-            one = found.pop(0)
-            try:
-                step: Step = catalog.open_step(one.tier, one.id)
-            except (OSError, CheckpointError) as error:
-                self._tell("passed_over", one.id.step, f"{one.tier.url}/{one.id.folder} is passed over: {error}")
-                continue
-            return [1, *step.id, self._tiers.index(one.tier)]
-        return [0, there, 0, 0, 0]
+    def _candidate(self, step: Step | None) -> list[int]:
+        """[1, epoch, step, generation, tier] of a step; [0, how many there were, ...] when there is none left."""
+        if step is None:
+            return [0, self._seen, 0, 0, 0]
+        self._seen += 1
+        return [1, *step.id, self._tiers.index(step.tier)]
+
+    def _passed_over(self, found: catalog.Found, error: Exception) -> None:
+        self._seen += 1
+        self._tell("passed_over", found.id.step, f"{found.tier.url}/{found.id.folder} is passed over: {error}")
 
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
         if self._job.world_size == 1:

@@ -14,11 +14,12 @@ import torch
 from rerail.checkpoint import reshard
 from rerail.checkpoint.catalog import Saved, Step
 from rerail.checkpoint.dtypes import dtype_of
+from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.checkpoint.reshard import Wanted
 from rerail.errors import CheckpointError
 from rerail.session import plain, restore, rng
 from rerail.session.cursor import Position
-from rerail.session.pieces import Pieces, without_rank
+from rerail.session.pieces import Pieces
 from rerail.session.small import Small, decode
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load(job: Job, step: Step) -> None:
     wanted = [
         Wanted(sources.of(piece.name, mine_first=piece.changing), piece.tensor, piece.whole, piece.start)
         for piece in pieces.all()
-        if without_rank(piece.name) not in of_objects
+        if owner_and_name(piece.name)[1] not in of_objects
     ]
     taken_out = {}
     for name in _references(plain.decode(small.objects)):
@@ -78,12 +79,12 @@ class _Sources:
         self._saved, self._rank = saved, rank
         self._copies: dict[str, list[str]] = {}
         for name in sorted(saved, key=lambda name: (len(name), name)):
-            self._copies.setdefault(without_rank(name), []).append(name)
+            self._copies.setdefault(owner_and_name(name)[1], []).append(name)
 
     def of(self, name: str, *, mine_first: bool) -> str:
         """Its own name or the job's; else the lowest rank's copy, so that all ranks of a new layout take the same."""
-        of_job = without_rank(name)
-        mine = [f"rank{self._rank}/{of_job}"] if mine_first else []
+        of_job = owner_and_name(name)[1]
+        mine = [owned_name(self._rank, of_job)] if mine_first else []
         for candidate in (*mine, name, of_job, *self._copies.get(of_job, [])):
             if candidate in self._saved:
                 return candidate

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rerail.checkpoint.catalog import Saved
 from rerail.checkpoint.dtypes import dtype_of
+from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.checkpoint.staging import Piece
 from rerail.errors import StateError
 from rerail.session import plain
@@ -82,7 +83,7 @@ class Pieces:
             for place, parameter in self._named_parameters(name, optimizer)
         }
         for full, tensor in saved.items():
-            place, _, key = without_rank(full).rpartition(".")
+            place, _, key = owner_and_name(full)[1].rpartition(".")
             if place not in homes:
                 continue
             optimizer, parameter = homes[place]
@@ -91,7 +92,7 @@ class Pieces:
 
     def forget_unsaved(self, saved: dict[str, Saved]) -> None:
         """Drop optimizer state that the step does not have: it was saved before the first update."""
-        known = {without_rank(name) for name in saved}
+        known = {owner_and_name(name)[1] for name in saved}
         for name, optimizer in self._tracked.optimizers.items():
             for place, parameter in self._named_parameters(name, optimizer):
                 state = optimizer.state.get(parameter, {})
@@ -128,7 +129,7 @@ class Pieces:
             shards = math.prod(mesh.size(dim) for dim, one in enumerate(placements) if not one.is_replicate())
             ranks |= set(mesh.mesh.flatten().tolist())
         if len(holders) * shards != self._world:
-            name = f"rank{min(ranks)}/{name}"
+            name = owned_name(min(ranks), name)
         saved = self._rank == min(holders) and (part.numel() > 0 or shards == 1)
         return Piece(name, part, whole, start, saved, changing)
 
@@ -196,12 +197,6 @@ def _plain_name(module: nn.Module, key: str) -> str:
         if index + 1 < len(parts):
             here = here.get_submodule(part)
     return ".".join(kept)
-
-
-def without_rank(name: str) -> str:
-    """The name of a tensor in its job, without the rank it belongs to."""
-    head, slash, rest = name.partition("/")
-    return rest if slash and head.startswith("rank") and head[4:].isdigit() else name
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -11,13 +11,13 @@ import msgspec
 import torch
 
 from rerail.checkpoint.catalog import Saved
-from rerail.checkpoint.dtypes import code_of
-from rerail.checkpoint.staging import view_of
+from rerail.checkpoint.dtypes import code_of, view_of
+from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
 from rerail.runtime.wire import Plan, Source
 from rerail.session import rng, transfer
 from rerail.session.fabric import fabric, hearing
-from rerail.session.pieces import Pieces, without_rank
+from rerail.session.pieces import Pieces
 from rerail.session.small import Small, decode
 
 if TYPE_CHECKING:
@@ -98,14 +98,14 @@ def tensors(job: Job, version: int) -> None:
     objects = pieces.object_names()
     with torch.no_grad():
         for piece in pieces.all():
-            found = kept.get(piece.name) or kept.get(f"rank{job.rank}/{piece.name}")
-            if without_rank(piece.name) in objects:
+            found = kept.get(piece.name) or kept.get(owned_name(job.rank, piece.name))
+            if owner_and_name(piece.name)[1] in objects:
                 continue
             if found is None or (found.dtype, found.shape) != (code_of(piece.tensor.dtype), tuple(piece.tensor.shape)):
                 raise StateError(f"{piece.name} is not in the snapshot as it is here: the script builds another model")
             piece.tensor.copy_(view_of(image, found))
     # Before anything is sent on: who takes this rank's state takes its schedule, too.
-    named = {without_rank(name): view_of(image, entry) for name, entry in kept.items()}
+    named = {owner_and_name(name)[1]: view_of(image, entry) for name, entry in kept.items()}
     job._tracked.load_small_objects(decode(meta.small).objects, named)
 
 
