@@ -576,6 +576,7 @@ def test_a_stall_counts_when_all_nodes_see_it_and_names_who_is_behind(tmp_path: 
             await first.observe("collective.stalled", -1, collectives="0:9,1:9")
             assert not job.records("signal"), "the other node is busy: its ranks are waited for"
             await second.observe("collective.stalled", -1, collectives="2:7")
+            await first.observe("collective.stalled", -1, collectives="0:9,1:9")
             (report,) = await job.reports(1)
             assert report.ok and report.ranks == (2,) and report.rung is Rung.RETRY_STEP
             assert "rank 2 is behind" in report.summary and len(job.records("signal")) == 1

@@ -146,10 +146,13 @@ class Intake:
         if signal.generation < generation:
             return []
         agent.waits = Waits(generation=generation, collectives=counts_of(str(signal.payload.get("collectives", ""))))
-        waits = [self._fleet.agents[node].waits for node in self._fleet.placed()]
-        if any(one is None or one.generation < generation for one in waits):
+        agents = [self._fleet.agents[node] for node in self._fleet.placed()]
+        waits = [one.waits for one in agents if one.waits is not None and one.waits.generation >= generation]
+        if len(waits) < len(agents):
             return []
-        counts = {rank: count for one in waits if one is not None for rank, count in one.collectives.items()}
+        counts = {rank: count for one in waits for rank, count in one.collectives.items()}
+        for one in agents:
+            one.waits = None  # told: a node that repeats itself does not make it a second stall
         return [Sighting(msgspec.structs.replace(signal, rank=behind(counts)), age)]
 
     def _is_awaited(self, parked: Parked) -> bool:
