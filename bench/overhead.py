@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rerail
 
-BLOCK = 25
+BLOCK = 5
 """Steps in a row of one kind."""
-WARM_UP = 2
+WARM_UP = 10
 """Blocks of each kind that are not counted."""
 TARGET_S = 0.020
 
@@ -71,7 +71,7 @@ def calibrated(group: dist.ProcessGroup) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=100)
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = rerail.join()
@@ -89,7 +89,7 @@ def main() -> None:
         with_rerail.append(now - last)
         last = now
         if (step + 1) % BLOCK == 0:
-            blocks.append((statistics.median(with_rerail), statistics.median(timed(plain))))
+            blocks.append((statistics.mean(with_rerail), statistics.mean(timed(plain))))
             with_rerail = []
             last = time.monotonic()
     if job.rank == 0:

@@ -102,7 +102,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds to wait for a root cause when only echoes (failed collectives) have been seen."""
     snapshot_every: int = 0
     """Steps between memory snapshots; 0 lets rerail choose so that they cost at most `snapshot_cost` of the time."""
-    snapshot_cost: float = 0.005
+    snapshot_cost: float = 0.0025
     """Share of the step time that snapshots may take when `snapshot_every` is 0."""
 
 

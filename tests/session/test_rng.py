@@ -44,6 +44,30 @@ def test_draws_after_a_restore_are_those_after_the_capture(before: Callable[[], 
     assert rng.capture() == state
 
 
+@pytest.mark.parametrize(
+    "draw_one",
+    [
+        lambda: random.random(),
+        lambda: [random.random() for _ in range(624)],  # the position is back where it was, the words are not
+        lambda: random.seed(5),
+        lambda: random.gauss(0, 1),
+        lambda: torch.rand(1),
+        lambda: torch.manual_seed(99),
+        lambda: numpy.random.rand(),
+        lambda: [numpy.random.bytes(4) for _ in range(624)],
+        lambda: numpy.random.seed(8),
+    ],
+)
+def test_a_state_is_the_same_object_until_something_is_drawn(draw_one: Callable[[], object]) -> None:
+    random.seed(1)
+    numpy.random.seed(1)
+    first = rng.capture()
+    assert rng.capture() is first
+    draw_one()
+    assert rng.capture() != first
+    assert rng.capture() is rng.capture()
+
+
 def test_pythons_state_is_read_from_memory_and_means_the_same() -> None:
     for _ in range(700):  # past the end of its words, where they are made anew
         assert rng._from_memory() == rng._by_asking()

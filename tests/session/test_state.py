@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from rerail.errors import StateError
-from rerail.runtime.clock import StepClock, make_page
+from rerail.runtime.clock import HEADER, SLOT, StepClock, make_page
 from rerail.session import plain, rng, solo
 from rerail.session.buffers import BufferGuard
+from rerail.session.cursor import Position
 from rerail.session.heard import Hearing
+from rerail.session.small import Small, from_journal, to_journal
 from rerail.session.tracked import Tracked, table_of
 
 
@@ -76,11 +78,35 @@ def test_buffers_that_change_are_learnt_and_put_back() -> None:
 
 
 def test_the_step_journal_keeps_two_versions_and_a_successor_overwrites_the_older(clock: StepClock) -> None:
-    clock.write_small(7, b"seven")
-    clock.write_small(8, b"eight")
+    clock.write_small(7, b"seven", b"rest")
+    clock.write_small(8, b"eight", b"rest")
     clock._next_slot = -1  # as in a new process
-    clock.write_small(9, b"nine")
-    assert clock.read_small() == {8: b"eight", 9: b"nine"}
+    clock.write_small(9, b"nine", b"another rest")
+    assert clock.read_small() == {8: (b"eight", b"rest"), 9: (b"nine", b"another rest")}
+
+
+def test_random_states_that_stay_the_same_are_written_once_and_read_every_time(clock: StepClock) -> None:
+    journalled: dict[int, Small] = {}
+    for version in range(8):
+        if version in (3, 4, 6):
+            torch.rand(1)
+        now, epoch = rng.capture(), rng.capture() if version > 5 else None
+        small = Small(version, now, Position(1, version, epoch, b"loader"), b"o" * version, {}, 2)
+        clock.write_small(version, *to_journal(small))
+        journalled[version] = small
+        for kept, parts in clock.read_small().items():
+            assert from_journal(parts) == journalled[kept]
+
+
+def test_a_torn_slot_of_the_step_journal_is_left_out(clock: StepClock) -> None:
+    clock.write_small(7, b"seven", b"rest")
+    clock.write_small(8, b"eight", b"rest")
+    for at in (HEADER + 1, HEADER + 38, HEADER + SLOT - 1):
+        kept = clock._map[at]
+        clock._map[at] = kept ^ 1
+        assert clock.read_small() == {8: (b"eight", b"rest")}, at
+        clock._map[at] = kept
+    assert set(clock.read_small()) == {7, 8}
 
 
 def test_what_was_heard_is_heard_again_by_the_successor(clock: StepClock) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,8 @@ class Stager:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
+        self.cpu_s = 0.0
+        """Seconds of a CPU that the newest copy took beside the training."""
         self._thread: threading.Thread | None = None
 
     def stage(
@@ -174,6 +177,7 @@ class Stager:
     def _work(self) -> None:
         while True:
             task, held = self._tasks.get()
+            started = time.thread_time()
             try:
                 task()
             except BaseException as error:
@@ -181,6 +185,7 @@ class Stager:
                 if self._slot >= 0:
                     self.arena.give_up(self._slot)
             del task, held
+            self.cpu_s = time.thread_time() - started
             self._idle.set()
 
     # --- the layout ---

@@ -38,7 +38,8 @@ _HEARD_AT = HEADER + 2 * SLOT
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
-_SLOT_HEAD = struct.Struct("<qQII")  # version, length, crc of body, crc of the three before
+_SLOT_HEAD = struct.Struct("<qQQIII")  # version, lengths of body and rest, their crcs, crc of the five before
+_SLOT_FIELDS = struct.Struct("<qQQII")
 
 
 class Phase(IntEnum):
@@ -86,6 +87,9 @@ class StepClock:
             os.ftruncate(fd, SIZE)
         self._map = mmap.mmap(fd, SIZE)
         self._next_slot = -1
+        self._rests = [b"", b""]
+        """What this process has written to each slot besides the body."""
+        self._rest_crcs = [0, 0]
         self._heard_end = 0
         if _U64.unpack_from(self._map, _OFF_MAGIC)[0] != MAGIC:
             _I64.pack_into(self._map, _OFF_STEP, -1)
@@ -116,9 +120,10 @@ class StepClock:
         _U64.pack_into(self._map, _OFF_COMM, 0)
         _U64.pack_into(self._map, _OFF_PENDING, 0)
 
-    def beat(self, pending_since_ns: int = 0) -> None:
+    def beat(self, pending_since_ns: int = 0, collectives: int = 0) -> None:
         """The rank's own watcher thread is alive; `pending_since_ns` when a collective is under way, else 0."""
         _U64.pack_into(self._map, _OFF_PENDING, pending_since_ns)
+        _U64.pack_into(self._map, _OFF_COMM, collectives)
         _U64.pack_into(self._map, _OFF_BEAT, time.monotonic_ns())
 
     def enter(self, phase: Phase) -> None:
@@ -127,9 +132,6 @@ class StepClock:
 
     def set_generation(self, generation: int) -> None:
         _U64.pack_into(self._map, _OFF_GENERATION, generation)
-
-    def set_collectives(self, count: int) -> None:
-        _U64.pack_into(self._map, _OFF_COMM, count)
 
     def set_step(self, step: int) -> None:
         _I64.pack_into(self._map, _OFF_STEP, step)
@@ -140,23 +142,30 @@ class StepClock:
         _U64.pack_into(self._map, _OFF_HISTORY + 8 * (seen % HISTORY), int(seconds * 1e9))
         _U64.pack_into(self._map, _OFF_STEPS_SEEN, seen + 1)
 
-    def write_small(self, version: int, body: bytes) -> None:
-        """Seal the small state of `version`. Two slots alternate, so a crash in between leaves the older one whole."""
-        if len(body) > SLOT - _SLOT_HEAD.size:
+    def write_small(self, version: int, body: bytes, rest: bytes = b"") -> None:
+        """Seal the small state of `version`. Two slots alternate, so a crash in between leaves the older one whole.
+
+        `rest` is the part that seldom changes: the same object as two steps before is not written again.
+        """
+        if len(body) + len(rest) > SLOT - _SLOT_HEAD.size:
             raise StateError(
-                f"the small state of version {version} has {len(body)} bytes; at most {SLOT - _SLOT_HEAD.size} fit. "
+                f"the small state of version {version} has {len(body) + len(rest)} bytes; at most "
+                f"{SLOT - _SLOT_HEAD.size} fit. "
                 "Data loader states belong here, tensors do not: track large objects by a state_dict of tensors."
             )
         slot = self._next_slot
         if slot < 0:  # a successor must not overwrite the newest state it was left
             left = {s: _SLOT_HEAD.unpack_from(self._map, HEADER + s * SLOT)[0] for s in (0, 1)}
             slot = 1 if left[0] > left[1] else 0
-        at = HEADER + slot * SLOT
+        at, end = HEADER + slot * SLOT, HEADER + (slot + 1) * SLOT
         self._next_slot = slot ^ 1
-        _SLOT_HEAD.pack_into(self._map, at, -1, 0, 0, 0)
+        _I64.pack_into(self._map, at, -1)
         self._map[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + len(body)] = body
-        crc = zlib.crc32(body)
-        _SLOT_HEAD.pack_into(self._map, at, version, len(body), crc, _head_crc(version, len(body), crc))
+        if rest is not self._rests[slot]:
+            self._map[end - len(rest) : end] = rest
+            self._rests[slot], self._rest_crcs[slot] = rest, zlib.crc32(rest)
+        fields = (version, len(body), len(rest), zlib.crc32(body), self._rest_crcs[slot])
+        _SLOT_HEAD.pack_into(self._map, at, *fields, zlib.crc32(_SLOT_FIELDS.pack(*fields)))
 
     def forget_heard(self) -> None:
         """A process that builds among living peers begins the log anew."""
@@ -187,17 +196,21 @@ class StepClock:
             at += _U32.size + length
         return found
 
-    def read_small(self) -> dict[int, bytes]:
-        """The sealed small states, by version. A torn slot is left out."""
-        found: dict[int, bytes] = {}
+    def read_small(self) -> dict[int, tuple[bytes, bytes]]:
+        """The sealed small states, body and rest, by version. A torn slot is left out."""
+        found: dict[int, tuple[bytes, bytes]] = {}
         for slot in (0, 1):
-            at = HEADER + slot * SLOT
-            version, length, crc, head = _SLOT_HEAD.unpack_from(self._map, at)
-            if version < 0 or length > SLOT - _SLOT_HEAD.size or head != _head_crc(version, length, crc):
+            at, end = HEADER + slot * SLOT, HEADER + (slot + 1) * SLOT
+            *fields, head = _SLOT_HEAD.unpack_from(self._map, at)
+            version, length, rest_length, crc, rest_crc = fields
+            if version < 0 or length + rest_length > SLOT - _SLOT_HEAD.size:
+                continue
+            if head != zlib.crc32(_SLOT_FIELDS.pack(*fields)):
                 continue
             body = bytes(self._map[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + length])
-            if zlib.crc32(body) == crc:
-                found[version] = body
+            rest = bytes(self._map[end - rest_length : end])
+            if zlib.crc32(body) == crc and zlib.crc32(rest) == rest_crc:
+                found[version] = body, rest
         return found
 
     def durations(self) -> tuple[float, ...]:
@@ -230,7 +243,3 @@ def make_page() -> int:
     fd = os.memfd_create("rerail-step-clock", os.MFD_CLOEXEC)
     os.ftruncate(fd, SIZE)
     return fd
-
-
-def _head_crc(version: int, length: int, crc: int) -> int:
-    return zlib.crc32(struct.pack("<qQI", version, length, crc))

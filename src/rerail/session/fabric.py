@@ -66,8 +66,8 @@ class Fabric:
         self.solo_used = 0
         """Collectives carried out alone since the start."""
         self.on_failure: Callable[[str], None] = lambda text: None
-        self.on_collective: Callable[[int], None] = lambda count: None
         self.collectives = 0
+        """Begun since the generation was formed."""
         self.wanted = -1
         """The newest generation an interrupt asked for. Nothing older is formed any more."""
         self.cuts = 0
@@ -85,13 +85,10 @@ class Fabric:
     # --- every collective passes here ---
 
     def begin(self, work: Any) -> None:
-        """Remember the newest collective, for the beat thread."""
+        """Count this collective and remember it as the newest, for the beat thread."""
+        self.collectives += 1
         self._newest_since = time.monotonic_ns()
         self._newest = work
-
-    def count(self) -> None:
-        self.collectives += 1
-        self.on_collective(self.collectives)
 
     def pending_since(self) -> int:
         """When the newest collective began, if it is not complete; else 0. Asked by the beat thread."""

@@ -171,7 +171,6 @@ class ReplaceableGroup(ProcessGroup):
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry one collective to the peers, or carry it out alone."""
-        fabric.count()
         inner = self._inner
         if fabric.mode is Mode.LIVE and inner is not None:
             try:
@@ -179,9 +178,9 @@ class ReplaceableGroup(ProcessGroup):
             except RuntimeError as error:
                 fabric.failed(error)
             else:
+                fabric.begin(work)
                 if work is None:  # NCCL gives none where the caller does not want to wait
                     return finished_work(solo.outputs_of(name, args))
-                fabric.begin(work)
                 settles = name == "allreduce" and self._nccl is None
                 relayed = RelayedWork(work, solo.outputs_of(name, args) if settles else None)
                 if hearing.active:

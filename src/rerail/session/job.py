@@ -34,7 +34,7 @@ from rerail.session.cursor import Cursor
 from rerail.session.fabric import fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
-from rerail.session.small import Small, encode
+from rerail.session.small import Small, to_journal
 from rerail.session.snapshotting import Snapshotter
 from rerail.session.tracked import Tracked
 
@@ -212,7 +212,7 @@ class Job:
         self._has_batch, self._small = True, small
         if not self.rehearsing:
             if self._clock is not None:
-                self._clock.write_small(self._version, encode(small))
+                self._clock.write_small(self._version, *to_journal(small))
                 self._clock.set_step(self._version)
             self._snapshots.take_if_due(small)
         return True

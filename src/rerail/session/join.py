@@ -103,10 +103,8 @@ def _wire_up(link: AgentLink, assignment: Assign) -> None:
         link.send(CommFailed(rank=assignment.rank, generation=fabric.generation, version=version, text=text[:2000]))
 
     link.on_interrupt = on_interrupt
-    link.pending_since = fabric.pending_since
+    link.collectives = lambda: (fabric.pending_since(), fabric.collectives)
     fabric.on_failure = on_failure
-    if link.clock is not None:
-        fabric.on_collective = link.clock.set_collectives
 
 
 def _form_first(link: AgentLink, assignment: Assign) -> None:

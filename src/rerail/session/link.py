@@ -36,8 +36,9 @@ class AgentLink:
         self.arena_fd = -1
         self.assigned_at = 0.0
         self.on_interrupt: Callable[[Interrupt], None] = lambda interrupt: None
-        self.pending_since: Callable[[], int] = lambda: 0
-        """When the newest unfinished collective began (monotonic ns), 0 when none is; asked by the beat thread."""
+        self.collectives: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """When the newest unfinished collective began (monotonic ns; 0: there is none), and how many have begun. Asked
+        by the beat thread."""
         self.newest_interrupt: Interrupt | None = None
         self.stop: Stop | None = None
         threading.Thread(target=self._listen, name="rerail-link", daemon=True).start()
@@ -102,7 +103,7 @@ class AgentLink:
 
         def beat() -> None:
             while not never.wait(every_s):
-                clock.beat(self.pending_since())
+                clock.beat(*self.collectives())
 
         clock.beat()
         threading.Thread(target=beat, name="rerail-beat", daemon=True).start()

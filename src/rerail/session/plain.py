@@ -44,23 +44,29 @@ def tensor_from(data: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype_of(dtype)).reshape(shape)
 
 
+def _packed(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        packed = msgspec.msgpack.encode((dtype_name(item.dtype), list(item.shape), tensor_bytes(item)))
+        return msgspec.msgpack.Ext(_TENSOR, packed)
+    if isinstance(item, torch.Size):
+        return tuple(item)
+    if hasattr(item, "item") and callable(item.item):  # NumPy scalars
+        return item.item()
+    raise TypeError(f"{type(item).__module__}.{type(item).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
+
+
 def encode(value: Any, where: str) -> bytes:
     """Plain data with small tensors as bytes. `where` names the object in the error."""
-
-    def hook(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            packed = msgspec.msgpack.encode((dtype_name(item.dtype), list(item.shape), tensor_bytes(item)))
-            return msgspec.msgpack.Ext(_TENSOR, packed)
-        if isinstance(item, torch.Size):
-            return tuple(item)
-        if hasattr(item, "item") and callable(item.item):  # NumPy scalars
-            return item.item()
+    try:
+        return _encoder.encode(value)
+    except TypeError as error:
         raise StateError(
-            f"the state of {where} holds a {type(item).__module__}.{type(item).__name__}, which cannot be written down "
-            "exactly. Track an object whose state_dict() holds numbers, strings, lists, dictionaries and tensors only."
-        )
-
-    return msgspec.msgpack.encode(value, enc_hook=hook)
+            f"the state of {where} holds a {error}, which cannot be written down exactly. "
+            "Track an object whose state_dict() holds numbers, strings, lists, dictionaries and tensors only."
+        ) from None
 
 
 def decode(data: bytes) -> Any:

@@ -21,7 +21,7 @@ from rerail.session import restore
 from rerail.session.c10d import Store
 from rerail.session.fabric import fabric, hearing
 from rerail.session.link import AgentLink
-from rerail.session.small import Small, decode
+from rerail.session.small import Small, from_journal
 from rerail.session.tracked import Tracked
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Rejoiner:
         self._phases["build"] = time.monotonic() - self._link.assigned_at
         clock = self._link.clock
         left = clock.read_small() if clock is not None else {}
-        self._inherited = {version: decode(data) for version, data in left.items()}
+        self._inherited = {version: from_journal(parts) for version, parts in left.items()}
         started = time.monotonic()
         yield from self._rehearse()
         self._phases["rehearse"] = time.monotonic() - started

@@ -10,7 +10,7 @@ import random
 import struct
 import sys
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,11 +18,8 @@ import torch
 from rerail.session.c10d import cuda_in_use
 
 _WORDS = struct.Struct("625I")
-_NUMPY_WORDS = 625 * 4
-"""Bytes of NumPy's Mersenne Twister in memory: 624 words and the position."""
-_numpy_seen: tuple[bytes, tuple[bytes, int, int, float]] | None = None
-"""NumPy's state as last taken down: as it lay in memory, and what it meant."""
-
+_MARK = 36
+"""Bytes by which a Mersenne Twister is known again: its position, which every draw moves, and eight of its words."""
 
 _python: Any = random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind `random.random()` and its like."""
@@ -52,21 +49,90 @@ class RandomState(msgspec.Struct, frozen=True, array_like=True):
     devices: tuple[bytes, ...] = ()
 
 
+class _Seen(NamedTuple):
+    """A state as last taken down, and by what it is known to be the same still."""
+
+    state: RandomState
+    python_mark: bytes
+    numpy_mark: bytes
+
+
+_seen: _Seen | None = None
+
+
 def capture() -> RandomState:
-    """The state right now."""
-    return RandomState(
-        _python_words(),
-        _python.gauss_next,
-        _bytes(torch.get_rng_state()),
-        _numpy_state(),
-        tuple(_bytes(state) for state in torch.cuda.get_rng_state_all()) if cuda_in_use() else (),
-    )
+    """The state right now; the very object given last time, if nothing was drawn since.
+
+    Most steps draw from one generator or none, and ten kilobytes need not be copied and written down for the others.
+    """
+    global _seen
+    torch_cpu = _torch_state()
+    devices = tuple(_bytes(state) for state in torch.cuda.get_rng_state_all()) if cuda_in_use() else ()
+    python_mark, numpy_mark = _python_mark(), _numpy_mark()
+    last = _seen
+    if (
+        last is not None
+        and last.python_mark == python_mark
+        and last.state.python_gauss == _python.gauss_next
+        and last.numpy_mark == numpy_mark
+        and not (last.state.numpy is not None and last.state.numpy[2])  # a number kept back shows in no mark
+        and last.state.torch_cpu == torch_cpu
+        and last.state.devices == devices
+    ):
+        return last.state
+    state = RandomState(_python_words(), _python.gauss_next, torch_cpu, _numpy_state(), devices)
+    _seen = _Seen(state, python_mark, numpy_mark)
+    return state
+
+
+def _view(address: int) -> memoryview:
+    """The mark at this address, to be read again and again: many times as fast as asking ctypes each time."""
+    return memoryview((ctypes.c_char * _MARK).from_address(address)).cast("B")
+
+
+_python_view = _view(id(_python) + object.__basicsize__) if _python_words is _from_memory else None
+_numpy_view: tuple[object, memoryview] | None = None
+"""NumPy's generator, and the mark in its memory, which holds 624 words and then the position."""
+
+
+_torch_view: tuple[int, memoryview] | None = None
+
+
+def _torch_state() -> bytes:
+    """torch makes a tensor of it, nearly always at the same address: the view of it is made once."""
+    global _torch_view
+    state = torch.default_generator.get_state()
+    address = state.data_ptr()
+    if _torch_view is None or _torch_view[0] != address or len(_torch_view[1]) != state.numel():
+        _torch_view = address, memoryview((ctypes.c_char * state.numel()).from_address(address)).cast("B")
+    return _torch_view[1].tobytes()
+
+
+def _python_mark() -> bytes:
+    return _by_asking() if _python_view is None else _python_view.tobytes()
+
+
+def _numpy_generator() -> Any:
+    """NumPy's global generator, if NumPy is in use and it is the usual kind."""
+    numpy = sys.modules.get("numpy")
+    generator: Any = numpy.random.get_bit_generator() if numpy is not None else None
+    return generator if type(generator).__name__ == "MT19937" else None
+
+
+def _numpy_mark() -> bytes:
+    global _numpy_view
+    generator = _numpy_generator()
+    if generator is None:
+        return b""
+    if _numpy_view is None or _numpy_view[0] is not generator:
+        _numpy_view = generator, _view(generator.ctypes.state_address + _WORDS.size - _MARK)
+    return _numpy_view[1].tobytes()
 
 
 def restore(state: RandomState) -> None:
     """Put a captured state back."""
-    global _numpy_seen
-    _numpy_seen = None
+    global _seen
+    _seen = None
     words = array("I")
     words.frombytes(state.python)
     random.setstate((3, tuple(words), state.python_gauss))
@@ -83,26 +149,13 @@ def restore(state: RandomState) -> None:
 
 
 def _numpy_state() -> tuple[bytes, int, int, float] | None:
-    """Asking NumPy takes longer than all the rest, so it is asked only when its memory has changed.
-
-    A number kept back by its normal distribution is not part of that memory; while there is one, NumPy is always asked.
-    """
-    global _numpy_seen
-    if "numpy" not in sys.modules:
+    if _numpy_generator() is None:
         return None
     import numpy
 
-    generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator).__name__ != "MT19937":
-        return None
-    memory = ctypes.string_at(generator.ctypes.state_address, _NUMPY_WORDS)
-    if _numpy_seen is not None and _numpy_seen[0] == memory and not _numpy_seen[1][2]:
-        return _numpy_seen[1]
     state = numpy.random.get_state(legacy=False)
     inner = state["state"]
-    found = inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
-    _numpy_seen = memory, found
-    return found
+    return inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -26,8 +26,13 @@ class Small(msgspec.Struct, frozen=True, array_like=True):
     """Epoch of the job in its checkpoint root, the version to be saved next, and the generation that saves are counted to."""
 
 
+Randoms = tuple[rng.RandomState, rng.RandomState | None]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Small)
+_randoms_decoder = msgspec.msgpack.Decoder(Randoms)
+_BLANK = rng.RandomState(b"", None, b"")
+_newest: tuple[rng.RandomState | None, rng.RandomState | None, bytes] = (None, None, b"")
+"""Random states as last written down."""
 
 
 def encode(small: Small) -> bytes:
@@ -36,3 +41,22 @@ def encode(small: Small) -> bytes:
 
 def decode(data: bytes) -> Small:
     return _decoder.decode(data)
+
+
+def to_journal(small: Small) -> tuple[bytes, bytes]:
+    """In two parts: what every step changes, and the random states, the same bytes object for as long as they last."""
+    global _newest
+    now, place = small.random, small.position
+    if _newest[0] is not now or _newest[1] is not place.epoch_random:
+        _newest = now, place.epoch_random, _encoder.encode((now, place.epoch_random))
+    position = Position(place.epoch, place.index, None, place.loader)
+    return _encoder.encode(msgspec.structs.replace(small, random=_BLANK, position=position)), _newest[2]
+
+
+def from_journal(parts: tuple[bytes, bytes]) -> Small:
+    """What `to_journal` was given."""
+    small = _decoder.decode(parts[0])
+    now, epoch = _randoms_decoder.decode(parts[1])
+    return msgspec.structs.replace(
+        small, random=now, position=msgspec.structs.replace(small.position, epoch_random=epoch)
+    )

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -51,9 +52,12 @@ class Snapshotter:
         self.every = settings.snapshot_every or UNTIL_AGREED
         self._share = max(settings.snapshot_cost, 1e-6)
         self._took_s = 0.0
+        self._costs: deque[float] = deque(maxlen=8)
+        """Of the newest snapshots: seconds they held the step up, and seconds of a CPU beside it."""
         self._copying = False
         """A copy was begun that the next update has to wait for."""
         self._only_for_saves = False
+        self._first_of_replicas = True
 
     def begin(self) -> None:
         """Before the first step: memory of our own, where there is no agent to lend some and checkpoints need it."""
@@ -61,6 +65,9 @@ class Snapshotter:
             self.arena = Arena(os.memfd_create("rerail-arena", os.MFD_CLOEXEC))
             self._only_for_saves = True
         if self.arena is not None:
+            self._first_of_replicas = (
+                min(self._job._tracked.replicas(self._job.rank, self._job.world_size)) == self._job.rank
+            )
             self._stager = Stager(self.arena, overlap=self._job._attempt.watched > 0)
             self._job._checkpoints.begin(self.arena.fd)
 
@@ -86,8 +93,7 @@ class Snapshotter:
         due = version % self.every == 0 and not self._only_for_saves
         if self._stager is None or not (save or due) or (version in self.small_versions() and not save):
             return
-        replicas = job._tracked.replicas(job.rank, job.world_size)
-        keeper = job._buffers.too_large or min(replicas) == job.rank
+        keeper = job._buffers.too_large or self._first_of_replicas
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))
@@ -123,6 +129,7 @@ class Snapshotter:
             waited = time.monotonic()
             self._stager.before_update()
             self._took_s += time.monotonic() - waited
+            self._costs.append(self._took_s + self._stager.cpu_s)
             self._job._checkpoints.stall_s = self._took_s
 
     def settle(self) -> None:
@@ -136,7 +143,8 @@ class Snapshotter:
         if self._fixed or job._version not in AGREE_AT or job.rehearsing or job.world_size == 1:
             return
         step_s = statistics.median(job._durations) if job._durations else 0.0
-        wish = math.ceil(self._took_s / (self._share * step_s)) if step_s else UNTIL_AGREED
+        cost_s = statistics.median(self._costs) if self._costs else 0.0
+        wish = math.ceil(cost_s / (self._share * step_s)) if step_s else UNTIL_AGREED
         agreed = torch.tensor([min(max(wish, 1), LONGEST)], dtype=torch.int64)
         with hearing.paused():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
