@@ -146,7 +146,8 @@ def cost(folder: Path, scale: Scale) -> list[Figure]:
     """What rerail costs while nothing fails."""
     runs = [overhead(folder / f"overhead-{repeat}", scale.blocks) for repeat in range(scale.repeats)]
     values = tuple(statistics.median(_more(*pair) for pair in run) for run in runs)
-    quartiles = " ".join(f"{value:.2f}" for value in statistics.quantiles([_more(*pair) for run in runs for pair in run]))
+    every = [_more(*pair) for run in runs for pair in run]
+    quartiles = " ".join(f"{value:.2f}" for value in statistics.quantiles(every))
     totals = " ".join(f"{_more(*map(sum, zip(*run, strict=True))):.2f}" for run in runs)
     spread = f"{' '.join(f'{value:.2f}' for value in values)}; quartiles of pairs {quartiles}; whole runs {totals}"
     return [

@@ -24,6 +24,7 @@ from rerail.checkpoint.manifest import Commit, RankEntry
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Outcome
+from rerail.checkpoint.tiers import Source
 from rerail.checkpoint.writer import STARTS, Writer
 from rerail.errors import CheckpointError, StateError
 
@@ -58,7 +59,7 @@ def fail_under(monkeypatch: pytest.MonkeyPatch, root: Path, code: int, name: str
     """Large files under `root` whose path has `name` in it cannot be written. What was tried."""
     write, tried = FileTier.put_large, list[str]()
 
-    def put_large(self: FileTier, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
+    def put_large(self: FileTier, path: str, source: Source, size: int, chunk: int) -> list[str]:
         if self.root == root and name in path:
             tried.append(path)
             raise OSError(code, os.strerror(code))
@@ -293,7 +294,7 @@ def test_a_step_that_reads_back_wrong_is_not_called_verified(
     saved(alone.save(10, [tmp_path], keep=Keep(last=1)))
     write = FileTier.put_large
 
-    def lying(self: FileTier, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
+    def lying(self: FileTier, path: str, source: Source, size: int, chunk: int) -> list[str]:
         hashes = write(self, path, source, size, chunk)
         flip(self.root / path, size - 1)
         return hashes
@@ -346,9 +347,9 @@ def test_a_snapshot_that_is_overwritten_while_it_is_saved_is_not_committed(
     """Locks keep this from happening; should they ever fail, it is noticed."""
     write, arena = FileTier.put_large, alone.arenas[0]
 
-    def while_written(self: FileTier, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
+    def while_written(self: FileTier, path: str, source: Source, size: int, chunk: int) -> list[str]:
         arena.begin(20)
-        source[4096 : 4096 + 64] = bytes(64)
+        source(0, chunk)[4096 : 4096 + 64] = bytes(64)
         return write(self, path, source, size, chunk)
 
     monkeypatch.setattr(FileTier, "put_large", while_written)

@@ -570,3 +570,23 @@ def test_prune_refuses_rules_that_keep_nothing_on_purpose(root: Path, tmp_path: 
 def test_without_a_command_the_commands_are_named(capsys: Capture) -> None:
     assert "COMMAND" in refused(capsys)
     assert "'lss'" in refused(capsys, "lss")
+
+
+def test_copy_makes_another_place_have_the_step_and_says_when_it_has_it(
+    root: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    other = tmp_path / "other"
+    told = ask(capsys, "copy", f"{root}@10", "--to", other)
+    assert told == {"step": 10, "to": str(other), "size": told["size"], "copied": True} and told["size"] > 0
+    assert ask(capsys, "copy", f"{root}@10", "--to", other)["copied"] is False
+    assert ask(capsys, "diff", f"{root}@10", f"{other}@10")["equal"] is True
+    (row,) = ask(capsys, "ls", other)
+    assert row["whole"] and row["verified"]
+
+
+def test_copy_does_not_stop_a_job_that_writes_to_the_target(root: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = tmp_path / "other"
+    save(other, 5, [whole(state())], epoch=1)
+    newer = save(root, 30, [whole(state())], epoch=7)
+    assert main(["ckpt", "copy", f"{root}@{newer}", "--to", str(other)]) == 2
+    assert "epoch 7" in capsys.readouterr().err

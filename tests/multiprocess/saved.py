@@ -1,6 +1,6 @@
 """The script of the checkpoint tests: one small model in any layout, saved as it goes, with a digest of all its tensors.
 
-    saved.py LAYOUT STEPS ROOT [--every N] [--sleep S] [--planned] [--loaded] [--die WHEN@RANK@STEP]
+    saved.py LAYOUT STEPS ROOT,... [--every N] [--sleep S] [--planned] [--loaded] [--die WHEN@RANK@STEP]
 
 Dropout, BatchNorm, a scheduler, a shuffled loader, a parameter too short for every rank to have a part of it, and an
 object with a tensor of its own. Prints one JSON line per step, and at the end a digest of the whole tensors by name:
@@ -147,7 +147,7 @@ def main() -> None:
     data = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(lane))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=BATCH, shuffle=True)
     job.track(model=model, optimizer=optimizer, scheduler=scheduler, totals=totals)
-    job.checkpoints(args.root, when=Planned() if args.planned else args.every)
+    job.checkpoints(*args.root.split(","), when=Planned() if args.planned else args.every)
     first = True
     for (batch,) in job.steps(loader, until=args.steps):
         if first and args.loaded and job.version >= 0:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import digest
 from rerail.checkpoint.names import TRASH
-from rerail.checkpoint.tiers import Read
+from rerail.checkpoint.tiers import Read, Source
 from rerail.errors import CheckpointError
 
 WRITERS = 4
@@ -110,10 +110,8 @@ class FileTier:
                 target.unlink()
             raise
 
-    def put_large(self, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
+    def put_large(self, path: str, source: Source, size: int, chunk: int) -> list[str]:
         padded = to_page(size)
-        if len(source) < padded:
-            raise CheckpointError(f"{len(source)} bytes cannot be written as {padded}")
         with _new_file(self.root / path) as (fd, direct):
             if size:
                 os.posix_fallocate(fd, 0, padded if direct else size)  # a full disk says so before anything is written
@@ -125,10 +123,12 @@ class FileTier:
         return hashes
 
     @staticmethod
-    def _write_chunks(fd: int, source: memoryview, until: int, size: int, chunk: int) -> list[str]:
+    def _write_chunks(fd: int, source: Source, until: int, size: int, chunk: int) -> list[str]:
         def one(offset: int) -> str:
-            found = digest(source[offset : min(offset + chunk, size)])
-            write_fully(fd, source[offset : min(offset + chunk, until)], offset)
+            here = min(chunk, size - offset)
+            part = source(offset, here)
+            found = digest(part[:here])
+            write_fully(fd, part[: min(chunk, until - offset)], offset)
             return found
 
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="rerail-write") as pool:

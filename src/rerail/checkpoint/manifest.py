@@ -101,6 +101,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""
     metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
+    layout: dict[str, str] = {}
+    """How each tracked module was spread over the ranks, in words."""
 
     @property
     def id(self) -> StepId:

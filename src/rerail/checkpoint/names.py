@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 COMMIT = "COMMIT"
 ABORT = "ABORT"
+COPYING = "COPYING"
+"""The folder is a copy of a step of another tier, and not for ranks to save to."""
 TRASH = ".trash-"
 _STEP = re.compile(r"step-(\d{10,18})-e(\d{6,12})-g(\d{6,12})")
 _EPOCH = re.compile(r"epoch-(\d{6,12})\.json")

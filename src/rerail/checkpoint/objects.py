@@ -14,7 +14,7 @@ import fsspec
 
 from rerail.checkpoint.manifest import digest
 from rerail.checkpoint.names import COMMIT
-from rerail.checkpoint.tiers import Read
+from rerail.checkpoint.tiers import Read, Source
 from rerail.errors import CheckpointError
 
 
@@ -85,11 +85,12 @@ class ObjectTier:
             self._store.pipe_file(self._path(path), data)
 
     @_driver()
-    def put_large(self, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
+    def put_large(self, path: str, source: Source, size: int, chunk: int) -> list[str]:
         hashes = []
         with self._store.open(self._path(path), "wb", block_size=max(chunk, 8 << 20)) as file:
             for offset in range(0, size, chunk):
-                part = source[offset : min(offset + chunk, size)]
+                here = min(chunk, size - offset)
+                part = source(offset, here)[:here]
                 hashes.append(digest(part))
                 file.write(part)
         if self.size(path) != size:

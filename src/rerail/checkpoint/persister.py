@@ -15,6 +15,7 @@ import threading
 import msgspec
 
 from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.copying import Copier
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.saving import Order, Outcome, carry_out
 
@@ -33,6 +34,7 @@ class Persister:
         self._lock = threading.Lock()
         self._busy: set[StepId] = set()
         self._threads: list[threading.Thread] = []
+        self._copier = Copier(self._tell)
 
     def run(self) -> None:
         decoder = msgspec.json.Decoder(Order)
@@ -46,13 +48,18 @@ class Persister:
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         for thread in self._threads:
             thread.join()
+        self._copier.close()
 
     def _carry_out(self, order: Order) -> None:
-        told = False
+        told, committed = False, ""
         try:
             for outcome in carry_out(order, self._arena, self._under_way):
                 told = True
                 self._tell(outcome)
+                if outcome.ok and order.rank == min(order.group) and outcome.url != order.tiers[-1]:
+                    committed = outcome.url
+            if committed:
+                self._copier.offer(order, committed)
         except Exception as error:  # whatever it is: the rank must hear of it, and the next save must be tried
             if not told:
                 self._tell(Outcome(version=order.version, ok=False, notes=(f"{type(error).__name__}: {error}",)))
@@ -64,7 +71,7 @@ class Persister:
 
     def _under_way(self) -> set[StepId]:
         with self._lock:
-            return set(self._busy)
+            return self._busy | self._copier.steps
 
     def _tell(self, outcome: Outcome) -> None:
         try:

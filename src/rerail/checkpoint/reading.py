@@ -6,17 +6,18 @@ read. Called by `checkpoint.reshard`, `checkpoint.saving` (reading back) and `re
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import RankManifest, digest
-from rerail.checkpoint.tiers import Read, Tier
+from rerail.checkpoint.tiers import Source, Tier
 from rerail.errors import CheckpointError
 
 AHEAD = 1024
@@ -75,31 +76,44 @@ def _read_chunks(
 ) -> int:
     if not chunks:
         return 0
-    path = f"{folder}/{manifest.file}"
-    mine = threading.local()
 
-    def one(index: int, read: Read) -> int:
-        if not hasattr(mine, "buffer"):
-            memory = mmap.mmap(-1, to_page(manifest.chunk))
-            mine.buffer = memoryview(memory)
-            mine.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    def one(index: int) -> int:
         size = min(manifest.chunk, manifest.size - index * manifest.chunk)
-        read(index * manifest.chunk, mine.buffer, size)
-        found = mine.buffer[:size]
-        if digest(found) != manifest.hashes[index]:
-            raise CheckpointError(f"{path}: chunk {index} ({size} bytes) does not match its checksum")
-        deliver(index, found, mine.address)
+        found = source(index * manifest.chunk, size)
+        deliver(index, found[:size], ctypes.addressof(ctypes.c_char.from_buffer(found)))
         return size
 
+    with (
+        verified(tier, folder, manifest) as source,
+        ThreadPoolExecutor(READERS, thread_name_prefix="rerail-read") as pool,
+    ):
+        return sum(
+            size for first in range(0, len(chunks), AHEAD) for size in pool.map(one, chunks[first : first + AHEAD])
+        )
+
+
+@contextlib.contextmanager
+def verified(tier: Tier, folder: str, manifest: RankManifest) -> Iterator[Source]:
+    """The shard as a source that gives whole chunks, each only when its checksum is right."""
+    path = f"{folder}/{manifest.file}"
+    mine = threading.local()
     try:
         size = tier.size(path)
         if size != manifest.size:
             raise CheckpointError(f"{path} has {size} bytes, its manifest says {manifest.size}")
-        with tier.reading(path) as read_file, ThreadPoolExecutor(READERS, thread_name_prefix="rerail-read") as pool:
-            return sum(
-                size
-                for first in range(0, len(chunks), AHEAD)
-                for size in pool.map(lambda index: one(index, read_file), chunks[first : first + AHEAD])
-            )
+        with tier.reading(path) as read_file:
+
+            def source(offset: int, size: int) -> memoryview:
+                if not hasattr(mine, "buffer"):
+                    mine.buffer = memoryview(mmap.mmap(-1, to_page(manifest.chunk)))
+                buffer: memoryview = mine.buffer
+                read_file(offset, buffer, size)
+                if digest(buffer[:size]) != manifest.hashes[offset // manifest.chunk]:
+                    raise CheckpointError(
+                        f"{path}: chunk {offset // manifest.chunk} ({size} bytes) does not match its checksum"
+                    )
+                return buffer
+
+            yield source
     except OSError as error:  # gone, or the disk cannot read it
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -56,7 +56,10 @@ def to_keep(commits: Iterable[Commit], verified: set[StepId], keep: Keep) -> set
 
 
 def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[StepId]:
-    """Remove what no rule keeps, and what saves before `committed` left unfinished. What was removed."""
+    """Remove what no rule keeps, and what saves before `committed` left unfinished. What was removed.
+
+    `busy` are steps that are being saved or copied: they are left alone.
+    """
     whole: list[Commit] = []
     verified: set[StepId] = set()
     unfinished: list[StepId] = []
@@ -75,7 +78,7 @@ def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[
         # a mark with words in it says what was found wrong later
         if all(mark in there and tier.size(f"{step.folder}/{mark}") == 0 for mark in marks):
             verified.add(step)
-    stay = to_keep(whole, verified, keep) | {committed}
+    stay = to_keep(whole, verified, keep) | {committed} | busy
     gone = sorted([*unfinished, *(commit.id for commit in whole if commit.id not in stay)])
     for step in gone:
         tier.remove(step.folder)

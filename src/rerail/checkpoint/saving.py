@@ -20,11 +20,12 @@ import msgspec
 from rerail.checkpoint import manifest, names
 from rerail.checkpoint.arena import Arena, Meta
 from rerail.checkpoint.catalog import Step, check_whole
+from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.reading import verify
 from rerail.checkpoint.retention import Keep, prune
-from rerail.checkpoint.tiers import Tier, tier_at
+from rerail.checkpoint.tiers import Source, Tier, tier_at
 from rerail.errors import CheckpointError
 
 TRIES = 2
@@ -44,9 +45,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks that save together."""
     world_size: int
     tiers: tuple[str, ...]
-    """Where to, in order; the next one only if the one before failed."""
+    """Where to, in order; the next one only if the one before failed. Those behind get copies."""
     keep: Keep = Keep()
     job: str = ""
+    layout: dict[str, str] = {}
+    """How each tracked module is spread over the ranks, in words."""
     metrics: dict[str, float | None] = {}
     """None is what JSON makes of a number that is none."""
     versions: dict[str, str] = {}
@@ -67,6 +70,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     url: str = ""
     """The tier it was committed to."""
+    copied_to: str = ""
+    """Not a save, but a copy of one: the tier it was to be copied to."""
     seconds: float = 0.0
     size: int = 0
     notes: tuple[str, ...] = ()
@@ -74,10 +79,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def claim_epoch(tier: Tier, job: str, others: Sequence[Tier] = ()) -> int:
-    """A number for this job that is greater than that of any job that wrote here, or to the other tiers, before."""
+    """A number for this job that is greater than that of any job that wrote here, or to the other tiers, before.
+
+    Another tier that cannot be reached is left out: a job must be able to start without it.
+    """
     tier.make_folder("")
+    elsewhere = 0
+    for one in others:
+        with contextlib.suppress(OSError, CheckpointError):
+            elsewhere = max(elsewhere, newest_epoch(one))
     while True:
-        epoch = max(newest_epoch(one) for one in (tier, *others)) + 1
+        epoch = max(newest_epoch(tier), elsewhere) + 1
         body = msgspec.json.encode({"job": job, "claimed_at": time.time()})
         with contextlib.suppress(FileExistsError):
             tier.put(names.epoch_name(epoch), body, exclusive=True)
@@ -179,8 +191,8 @@ def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list
     free = (name for n in range(1000) if (name := names.shard_name(order.rank, n)) not in there)
     for tries, file in enumerate(free, start=1):
         try:
-            image = arena.image(order.version)
-            hashes = tier.put_large(f"{order.id.folder}/{file}", image, meta.file_size, manifest.CHUNK)
+            source = _in_memory(arena.image(order.version), meta.file_size)
+            hashes = tier.put_large(f"{order.id.folder}/{file}", source, meta.file_size, manifest.CHUNK)
             break
         except OSError as error:
             if tries == TRIES:
@@ -191,6 +203,12 @@ def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list
     if all(seal.version != order.version for seal in arena.seals()):
         raise CheckpointError("the snapshot was overwritten while it was being saved")
     return file, hashes
+
+
+def _in_memory(image: memoryview, size: int) -> Source:
+    if len(image) < to_page(size):
+        raise CheckpointError(f"{len(image)} bytes cannot be written as {to_page(size)}")
+    return lambda offset, size: image[offset : offset + to_page(size)]
 
 
 def _described(order: Order, meta: Meta, file: str, hashes: Sequence[str]) -> RankManifest:
@@ -231,11 +249,7 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
         _look_until(lambda: not missing(), order.deadline_s, lambda: f"ranks {missing()} have not saved")
         texts = {rank: tier.get(f"{folder}/{name}", manifest.LARGEST) for name, rank in sorted(wanted.items())}
         entries = {str(rank): RankEntry(len(text), manifest.digest(text)) for rank, text in texts.items()}
-        newest = _newest_job(order)
-        if newest > order.epoch:
-            raise CheckpointError(
-                f"another job (epoch {newest}) has begun to write here; this one is epoch {order.epoch}"
-            )
+        insist_on_newest(order)
         commit = Commit(
             epoch=order.epoch,
             step=order.version,
@@ -246,6 +260,7 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
             job=order.job,
             metrics={name: x for name, x in order.metrics.items() if x is not None and math.isfinite(x)},
             versions=order.versions,
+            layout=order.layout,
         )
         # what could not be loaded is not committed
         manifests = {rank: manifest.decode_rank(text, commit, rank) for rank, text in texts.items()}
@@ -267,13 +282,16 @@ def _commit(tier: Tier, commit: Commit) -> None:
             raise CheckpointError(f"{path} is there already, of another state") from None
 
 
-def _newest_job(order: Order) -> int:
-    """The newest epoch on any of the tiers that can be read: an old job must not go on writing to the second one."""
+def insist_on_newest(order: Order) -> None:
+    """An old job must not go on writing, to any of the tiers that can be read."""
     found = [0]
     for url in order.tiers:
         with contextlib.suppress(OSError, CheckpointError):
             found.append(newest_epoch(tier_at(url)))
-    return max(found)
+    if max(found) > order.epoch:
+        raise CheckpointError(
+            f"another job (epoch {max(found)}) has begun to write here; this one is epoch {order.epoch}"
+        )
 
 
 def _wait_for_commit(tier: Tier, order: Order) -> None:

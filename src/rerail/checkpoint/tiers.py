@@ -13,6 +13,8 @@ from typing import Protocol
 from rerail.errors import CheckpointError
 
 Read = Callable[[int, memoryview, int], None]
+Source = Callable[[int, int], memoryview]
+"""source(offset, size): those bytes in a page-aligned buffer that is padded to a page; good until the same thread's next call."""
 
 
 class Tier(Protocol):
@@ -38,8 +40,8 @@ class Tier(Protocol):
     def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         """Write a small file: whole and durable on return, or not there. `exclusive`: FileExistsError if it is."""
 
-    def put_large(self, path: str, source: memoryview, size: int, chunk: int) -> list[str]:
-        """Write the first `size` bytes of `source` (page-aligned, padded to a page); the checksum of every chunk."""
+    def put_large(self, path: str, source: Source, size: int, chunk: int) -> list[str]:
+        """Write the first `size` bytes of `source`, asked for in chunks by several threads; the checksum of each."""
 
     def remove(self, folder: str) -> None:
         """Take a folder out of sight at once, then delete it."""

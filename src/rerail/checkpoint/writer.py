@@ -34,7 +34,7 @@ class Writer:
         self._changed = threading.Condition()
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
-        self._closing = False
+        self._listener: threading.Thread | None = None
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -58,19 +58,21 @@ class Writer:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, limit_s)
 
-    def close(self, limit_s: float | None = None) -> None:
-        """Wait for what is under way, then let the persister go. One that is too slow finishes by itself."""
+    def close(self, limit_s: float | None = None) -> bool:
+        """Wait for what is under way, copies included, and let the persister go; another order starts another one.
+
+        False if that took longer than `limit_s`: it then finishes by itself.
+        """
         until = None if limit_s is None else time.monotonic() + limit_s
         self.wait(limit_s)
         with self._changed:
-            self._closing = True
-            link, process = self._link, self._process
+            link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(OSError):  # it died just now
-                link.shutdown(socket.SHUT_RDWR)
-        if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(None if until is None else max(0.0, until - time.monotonic()))
+                link.shutdown(socket.SHUT_WR)
+        if self._listener is not None:
+            self._listener.join(None if until is None else max(0.0, until - time.monotonic()))
+        return self._listener is None or not self._listener.is_alive()
 
     def _send(self, order: Order) -> None:
         if self._link is None:
@@ -103,7 +105,10 @@ class Writer:
             )
             undo.pop_all()
         self._link = ours
-        threading.Thread(target=self._listen, args=(ours, self._process), name="rerail-saved", daemon=True).start()
+        self._listener = threading.Thread(
+            target=self._listen, args=(ours, self._process), name="rerail-saved", daemon=True
+        )
+        self._listener.start()
 
     def _listen(self, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
         decoder = msgspec.json.Decoder(Outcome)
@@ -118,9 +123,11 @@ class Writer:
         code = process.wait()
         link.close()
         with self._changed:
-            self._link = self._process = None
-            if self._closing:
+            if self._process is process:
+                self._process = None
+            if self._link is not link:  # it was let go
                 return
+            self._link = None
             again = list(self._open.values())
         for order, starts in again:
             self._try_again(order, starts, code)
@@ -136,6 +143,8 @@ class Writer:
 
     def _settle(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)
+        if outcome.copied_to:
+            return
         with self._changed:
             self._open.pop(outcome.version, None)
             self._changed.notify_all()

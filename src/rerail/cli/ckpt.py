@@ -1,4 +1,4 @@
-"""`rerail ckpt ls|show|verify|diff|export|import|prune`: looks at checkpoints, checks them, and moves them in and out.
+"""`rerail ckpt ls|show|verify|diff|copy|export|import|prune`: looks at checkpoints, checks them, and moves them in and out.
 
 Called by `cli.main`. ls, verify and prune do without torch, so that they answer at once.
 """
@@ -14,12 +14,26 @@ import msgspec
 
 from rerail.checkpoint import catalog, names
 from rerail.checkpoint.catalog import Found
+from rerail.checkpoint.copying import copy_step
 from rerail.checkpoint.manifest import RankManifest
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.reading import verify
 from rerail.checkpoint.retention import Keep, prune
-from rerail.checkpoint.tiers import Tier
-from rerail.cli.ckpt_roots import NOTE_LIMIT, Row, clean, find, look, place_at, progress, root_at, size_text, table
+from rerail.checkpoint.saving import newest_epoch
+from rerail.checkpoint.tiers import Tier, tier_at
+from rerail.cli.ckpt_roots import (
+    NOTE_LIMIT,
+    Row,
+    clean,
+    find,
+    look,
+    opened,
+    place_at,
+    progress,
+    root_at,
+    size_text,
+    table,
+)
 from rerail.errors import CheckpointError, RerailError, UsageError
 
 GOOD, BAD = 0, 1
@@ -74,6 +88,10 @@ def _add_movers(add: Callable[[str, str], argparse.ArgumentParser], one: str, ro
     named.add_argument("--what", default="model", help="what was tracked under this name, without it (default: model)")
     named.add_argument("--all", action="store_true", help="every tensor, under its full name")
     export.add_argument("--shard-gb", type=float, default=5.0, help="largest file of --as hf in GB (default 5)")
+
+    copy = add("copy", "copy a step to another place, as it is")
+    copy.add_argument("root", help=one)
+    copy.add_argument("--to", required=True, metavar="ROOT", help=root)
 
     bring = add("import", "make a step of safetensors, a torch.save file or a DCP directory")
     bring.add_argument("source", help="a file, or a directory of DCP or safetensors files")
@@ -208,6 +226,31 @@ def _mark(tier: Tier, step: StepId, manifest: RankManifest, problem: str) -> Non
         print(f"rerail ckpt: {tier.url}/{path} could not be written: {error.strerror}", file=sys.stderr)
 
 
+# --- copy ---
+
+
+def _copy(args: argparse.Namespace) -> int:
+    step, target = opened(place_at(args.root)), tier_at(args.to)
+    newest = newest_epoch(target)
+    if 0 < newest < step.id.epoch:
+        raise UsageError(
+            f"{target.url} belongs to jobs up to epoch {newest}, and this step is of epoch {step.id.epoch}",
+            hint="copied there it would stop a job that still writes to it; choose a new place",
+        )
+    with progress(f"step {step.id.step}", step.size) as advance:
+        new = copy_step(step, target, progress=advance)
+    told = {"step": step.id.step, "to": target.url, "size": step.size, "copied": new}
+    text = f"step {step.id.step}: {size_text(step.size)} copied to {target.url}, and read back"
+    print(
+        msgspec.json.encode(told).decode()
+        if args.json
+        else text
+        if new
+        else f"{target.url} has step {step.id.step} already"
+    )
+    return GOOD
+
+
 # --- prune ---
 
 
@@ -291,6 +334,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "verify": _verify,
     "diff": _diff,
+    "copy": _copy,
     "export": _export,
     "import": _import,
     "prune": _prune,

@@ -171,6 +171,8 @@ def _unfinished(tier: Tier, step: StepId, there: set[str]) -> str:
     for name in sorted(there):
         if name == names.ABORT or name.endswith(".failed"):
             return f"given up: {tier.get(f'{step.folder}/{name}', NOTE_LIMIT).decode(errors='replace')}"
+    if names.COPYING in there:
+        return "unfinished: it is being copied here, or whoever did so died"
     ranks = sorted(rank for name in there if (rank := names.rank_of_manifest(name)) is not None)
     done = f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}" if ranks else "no rank"
     return f"unfinished: {done} has written; it is being saved, or its job died"

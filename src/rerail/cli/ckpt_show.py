@@ -69,6 +69,8 @@ def _heading(step: Step) -> list[str]:
         lines.append(_line("generation", f"{step.id.generation}: ranks were replaced so many times before"))
     if commit.metrics:
         lines.append(_line("metrics", metrics_text(commit.metrics)))
+    if commit.layout:
+        lines.append(_line("layout", " · ".join(f"{clean(name)}: {clean(how)}" for name, how in commit.layout.items())))
     versions = " · ".join(f"{clean(name)} {clean(value)}" for name, value in commit.versions.items())
     return [*lines, *([_line("versions", versions)] if versions else [])]
 
@@ -111,7 +113,8 @@ def _telling(state: Any) -> Any:
 
 def _data(small: Small) -> str:
     own = ", with the loader's own state" if small.position.loader is not None else ""
-    return f"epoch {small.position.epoch}, batch {small.position.index} is next{own}"
+    samples = f", {small.position.samples:,} samples taken" if small.position.samples else ""
+    return f"epoch {small.position.epoch}, batch {small.position.index} is next{samples}{own}"
 
 
 def _random(small: Small) -> str:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,16 +27,20 @@ from rerail.checkpoint.declining import decline
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Order, Outcome
-from rerail.checkpoint.schedule import Costs, EverySteps, Planned, When
+from rerail.checkpoint.schedule import Concurrent, Costs, EverySteps, Planned, When
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
 from rerail.errors import CheckpointError, StateError
-from rerail.session import loading, owed
+from rerail.session import compiled, loading, owed
 from rerail.session.fabric import Mode, fabric, hearing
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
+LOOK_S = 0.2
+"""Seconds between two looks for a fault while this rank waits at the end."""
+SAVES_WITH_CODE = 2
+"""The first saves, with which the compile cache is written: by then everything is compiled that ever will be."""
 FIRST_AFTER = 20
 """Steps before the first save of a rule that goes by measured times."""
 
@@ -49,11 +54,14 @@ class Checkpoints:
         self._when: When = Planned()
         self._keep = Keep()
         self._writer: Writer | None = None
+        self._layout: dict[str, str] = {}
         self.epoch = 0
         self.next_save = -1
         """The version to save next; -1: none is."""
         self.newest = -1
         """The version last ordered to be saved, or started from."""
+        self._compiled_saves = 0
+        """Saves to come with which the compile cache is written as well."""
         self._metrics: dict[str, float] = {}
         self._saved_s: list[float] = []
         self._generation = 0
@@ -69,12 +77,22 @@ class Checkpoints:
 
     # --- set up ---
 
-    def configure(self, where: Sequence[str | Path], when: When | int | None, keep: Keep | int | None) -> None:
+    def configure(
+        self, where: Sequence[str | Path], when: When | int | None, keep: Keep | int | None, compile_cache: bool
+    ) -> None:
         if not where:
             raise StateError("job.checkpoints() needs at least one place: a directory or a URL")
         self._tiers = [tier_at(os.fspath(place)) for place in where]
         self._when = EverySteps(when) if isinstance(when, int) else (when or Planned())
         self._keep = Keep.of(keep)
+        self._compiled_saves = SAVES_WITH_CODE if compile_cache and self._job.rank == 0 else 0
+        if compile_cache:
+            compiled.load(self._tiers, partial(self._tell, "failed", -1))
+
+    @property
+    def in_flight(self) -> int:
+        """How many saves may be under way at the same time."""
+        return self._when.in_flight if isinstance(self._when, Concurrent) else 1
 
     @property
     def on(self) -> bool:
@@ -92,6 +110,7 @@ class Checkpoints:
         if arena_fd < 0:
             raise StateError("checkpoints need shared memory, and this process could not get any")
         self._writer = Writer(arena_fd, self._on_outcome)
+        self._layout = self._job._tracked.layout(self._job.world_size)
 
     def claim(self) -> None:
         """All ranks together: a new epoch for this start of the job."""
@@ -150,6 +169,7 @@ class Checkpoints:
             keep=self._keep,
             job=_job_name(),
             metrics=dict(self._metrics),
+            layout=self._layout,
             versions=_versions(),
         )
 
@@ -205,6 +225,16 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.wait()
 
+    def finish(self) -> None:
+        """At the end: wait for what is being written and for copies of it, unless a fault elsewhere needs this rank."""
+        writer = self._writer
+        if writer is None:
+            return
+        for done in (writer.wait, writer.close):
+            while not done(LOOK_S):
+                if fabric.interrupted:
+                    return
+
     def _wish(self) -> int:
         step_s = statistics.median(self._job._durations) if self._job._durations else 0.0
         save_s = statistics.median(self._saved_s) if self._saved_s else 0.0
@@ -215,6 +245,9 @@ class Checkpoints:
         self.next_save = self._job._version + max(1, first)
 
     def _on_outcome(self, outcome: Outcome) -> None:
+        if outcome.copied_to:
+            self._on_copy(outcome)
+            return
         if outcome.ok:
             self._saved_s.append(outcome.seconds)
             del self._saved_s[:-8]
@@ -224,10 +257,26 @@ class Checkpoints:
                 self._tell("failed", outcome.version, f"rank {self._job.rank}: {what}: {note}")
         if self._job.rank == 0:
             if outcome.ok:
+                self._save_compiled()
                 text = f"{what} saved to {outcome.url} in {outcome.seconds:.2f} s"
                 self._tell("saved", outcome.version, text)
             else:
                 self._tell("failed", outcome.version, f"{what} was not saved; training goes on")
+
+    def _save_compiled(self) -> None:
+        if self._compiled_saves:
+            self._compiled_saves -= 1
+            tell = partial(self._tell, "failed", -1)
+            owed.in_background(lambda: compiled.save(self._tiers, tell))
+
+    def _on_copy(self, outcome: Outcome) -> None:
+        what = f"checkpoint of step {outcome.version}"
+        if outcome.ok:
+            text = f"{what} copied to {outcome.copied_to} in {outcome.seconds:.2f} s"
+            self._tell("copied", outcome.version, text)
+        else:
+            text = f"{what} was not copied to {outcome.copied_to}: {'; '.join(outcome.notes)}"
+            self._tell("failed", outcome.version, f"{text}. It is safe in {outcome.url}; the next one is copied again")
 
     def _tell(self, what: str, version: int, text: str) -> None:
         """To the user and, where there is one, to the journal."""
@@ -240,7 +289,7 @@ class Checkpoints:
     def restore(self) -> bool:
         """Load the newest step that every rank can read. False if there is none. All ranks together."""
         job = self._job
-        steps = catalog.whole(self._tiers, self._passed_over)
+        steps = catalog.whole(self._reachable() if job.rank == 0 else [], self._passed_over)
         while True:
             chosen = self._from_rank_0(self._candidate(next(steps, None)) if job.rank == 0 else [0] * 5)
             if not chosen[0]:
@@ -248,7 +297,7 @@ class Checkpoints:
                     # Beginning anew beside damaged steps, or with half of one loaded, would be worse than stopping.
                     places = ", ".join(tier.url for tier in self._tiers)
                     raise CheckpointError(
-                        f"there are checkpoints in {places}, but none can be read (the reasons are above). Look with "
+                        f"there are checkpoints in {places}, or may be, but none can be read (the reasons are above). Look with "
                         "`rerail ckpt verify`; to begin anew, give job.checkpoints() another place"
                     )
                 return False
@@ -267,6 +316,20 @@ class Checkpoints:
                     took = time.monotonic() - started
                     self._tell("loaded", chosen[2], f"starts from the checkpoint of step {chosen[2]} ({took:.2f} s)")
                 return True
+
+    def _reachable(self) -> list[Tier]:
+        """Places that can be looked at. The others may hold the newest step, so that beginning anew is out of question."""
+        found = []
+        for tier in self._tiers:
+            try:
+                tier.names()
+                found.append(tier)
+            except (OSError, CheckpointError) as error:
+                self._seen += 1
+                self._tell(
+                    "failed", -1, f"{tier.url} cannot be reached, and what lies there is not considered: {error}"
+                )
+        return found
 
     def _candidate(self, step: Step | None) -> list[int]:
         """[1, epoch, step, generation, tier] of a step; [0, how many there were, ...] when there is none left."""

@@ -33,6 +33,8 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     epoch_random: rng.RandomState | None = None
     """Random state before the epoch's iterator was made; None before the first."""
     loader: bytes | None = None
+    samples: int = 0
+    """Taken by this rank in all epochs, as far as batches can be counted: the length of their first tensor."""
 
 
 class _Kept(msgspec.Struct):
@@ -50,13 +52,25 @@ class Cursor:
         self._loader = loader
         self._endless = endless
         self._iterator: Iterator[Any] | None = None
-        self._epoch = self._index = 0
+        self._epoch = self._index = self._samples = 0
         self._epoch_random: rng.RandomState | None = None
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
         self._again: deque[_Kept] = deque()
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
+        )
+
+    def warn_if_stateless(self) -> None:
+        """Loudly, once, before it matters: what a start in the middle of an epoch will cost with this loader."""
+        if self._loader is None or self._stateful or isinstance(self._loader, list | tuple | range):
+            return
+        print(
+            f"rerail: WARNING: the data loader ({type(self._loader).__name__}) has no state_dict(): a start in the middle of "
+            "an epoch reads its batches again from the beginning. Exact, but slow; torchdata's StatefulDataLoader is there "
+            "at once",
+            file=sys.stderr,
+            flush=True,
         )
 
     def position(self) -> Position:
@@ -66,7 +80,7 @@ class Cursor:
         state = None
         if self._stateful and self._iterator is not None:
             state = plain.encode(self._loader.state_dict(), "the data loader")  # type: ignore[union-attr]
-        return Position(self._epoch, self._index, self._epoch_random, state)
+        return Position(self._epoch, self._index, self._epoch_random, state, self._samples)
 
     def take(self, version: int, random_before: rng.RandomState) -> tuple[Any, rng.RandomState]:
         """The batch of step `version` and the random state after it. StopIteration at the end of the last epoch."""
@@ -77,8 +91,9 @@ class Cursor:
             rng.restore(kept.random_after)
             self._keep(kept)
             return kept.batch, kept.random_after
-        position = Position(self._epoch, self._index, self._epoch_random)
+        position = Position(self._epoch, self._index, self._epoch_random, None, self._samples)
         batch = self._from_loader()
+        self._samples += _samples(batch)
         random_after = rng.capture()
         self._keep(_Kept(version, position, batch, random_after, _size(batch)))
         return batch, random_after
@@ -125,6 +140,7 @@ class Cursor:
 
     def _seek(self, position: Position) -> None:
         self._iterator, self._epoch, self._index = None, position.epoch, 0
+        self._samples = position.samples
         now = rng.capture()
         if position.loader is not None and self._stateful:
             self._loader.load_state_dict(plain.decode(position.loader))  # type: ignore[union-attr]
@@ -156,6 +172,13 @@ class Cursor:
         self._kept_bytes += kept.size
         while len(self._kept) > 1 and self._kept_bytes > KEEP_BYTES:
             self._kept_bytes -= self._kept.popleft().size
+
+
+def _samples(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((count for part in parts if (count := _samples(part))), 0)
 
 
 def _size(batch: Any) -> int:

@@ -107,15 +107,24 @@ class Job:
             if isinstance(value, torch.optim.Optimizer):
                 self._attempt.watch(value)
 
-    def checkpoints(self, *where: str | Path, when: When | int | None = None, keep: Keep | int | None = None) -> None:
-        """Save to these places, the first that works, and start from the newest step that is there.
+    def checkpoints(
+        self,
+        *where: str | Path,
+        when: When | int | None = None,
+        keep: Keep | int | None = None,
+        compile_cache: bool = False,
+    ) -> None:
+        """Save to these places, and start from the newest step that is there.
 
+        The first that works is saved to; those behind it get copies, beside the training.
         `when`: every so many steps, or a rule of `rerail.checkpoint.schedule`; by default rerail plans it. `keep`: the newest
         so many, or a `Keep`; by default all. The last step of the loop is always saved.
+        `compile_cache`: keep what torch.compile makes there as well. It is code that a later start runs: only for places
+        that nobody else can write to.
         """
         if self._in_steps:
             raise StateError("job.checkpoints() comes before the first job.steps()")
-        self._checkpoints.configure(where, when, keep)
+        self._checkpoints.configure(where, when, keep, compile_cache)
 
     def metric(self, name: str, value: float) -> None:
         """A number to be kept with the next checkpoint: `keep=Keep(best=3, metric="-loss")` goes by it."""
@@ -130,6 +139,8 @@ class Job:
             raise StateError("job.steps() needs a loader, until=, or both")
         self._in_steps = True
         self._cursor = Cursor(loader, endless=until is not None)
+        if self._checkpoints.on and self.rank == 0:
+            self._cursor.warn_if_stateless()
         self._buffers = BufferGuard(self._tracked.buffers())
         self._snapshots.begin()
         if self._rejoin is not None:
@@ -235,7 +246,7 @@ class Job:
             if self._checkpoints.newest != self._version:
                 self._snapshots.take_if_due(self._small_now(), last=True)
             self._snapshots.settle()
-            self._checkpoints.wait()
+            self._checkpoints.finish()
 
     def _enter(self, phase: Phase) -> None:
         if self._clock is not None:

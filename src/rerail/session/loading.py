@@ -67,7 +67,13 @@ def _small_of(step: Step, rank: int, world_size: int) -> Small:
             "of the same number of samples, random states start anew where a rank is new",
             file=sys.stderr,
         )
-    moved = Position(position.epoch, position.index * before // world_size, position.epoch_random, None)
+    moved = Position(
+        position.epoch,
+        position.index * before // world_size,
+        position.epoch_random,
+        None,
+        position.samples * before // world_size,
+    )
     random = small.random if rank < before else rng.capture()
     return msgspec.structs.replace(small, position=moved, random=random)
 

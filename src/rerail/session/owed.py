@@ -49,7 +49,7 @@ def give_up_older(tiers: Sequence[Tier], epoch: int) -> None:
 
 def _unfinished(tiers: Sequence[Tier], rank: int | None) -> Iterator[StepId]:
     """Saves neither committed nor given up, to which `rank` has not given its part."""
-    done = {names.COMMIT, names.ABORT}
+    done = {names.COMMIT, names.ABORT, names.COPYING}
     if rank is not None:
         done |= {names.manifest_name(rank), names.failure_name(rank)}
     for tier in tiers:

@@ -49,7 +49,7 @@ def to_journal(small: Small) -> tuple[bytes, bytes]:
     now, place = small.random, small.position
     if _newest[0] is not now or _newest[1] is not place.epoch_random:
         _newest = now, place.epoch_random, _encoder.encode((now, place.epoch_random))
-    position = Position(place.epoch, place.index, None, place.loader)
+    position = Position(place.epoch, place.index, None, place.loader, place.samples)
     return _encoder.encode(msgspec.structs.replace(small, random=_BLANK, position=position)), _newest[2]
 
 

@@ -68,7 +68,8 @@ class Snapshotter:
             self._first_of_replicas = (
                 min(self._job._tracked.replicas(self._job.rank, self._job.world_size)) == self._job.rank
             )
-            self._stager = Stager(self.arena, overlap=self._job._attempt.watched > 0)
+            slots = self._job._checkpoints.in_flight + 1
+            self._stager = Stager(self.arena, slots=slots, overlap=self._job._attempt.watched > 0)
             self._job._checkpoints.begin(self.arena.fd)
 
     def adopt(self, every: int) -> None:

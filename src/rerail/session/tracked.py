@@ -182,6 +182,10 @@ class Tracked:
     def has_fsdp(self) -> bool:
         return any(isinstance(part, FSDPModule) for m in self.modules.values() for part in m.modules())
 
+    def layout(self, world_size: int) -> dict[str, str]:
+        """How each module is spread over the ranks, in words, for whoever looks at a checkpoint."""
+        return {name: _layout_of(module, world_size) for name, module in self.modules.items()}
+
     def replicas(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Ranks that hold the very same parameters and optimizer state, this one included."""
         common = set(range(world_size))
@@ -217,6 +221,19 @@ class Tracked:
                     ranks = ranks.select(dim, coordinate[dim])
             return set(ranks.flatten().tolist())
         return set(range(world_size)) if self.replicated or world_size == 1 else {rank}
+
+
+def _layout_of(module: nn.Module, world_size: int) -> str:
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        return f"DDP over {world_size}"
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
+            sizes = ", ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
+            fsdp = any(isinstance(part, FSDPModule) for part in module.modules())
+            return f"{'FSDP2' if fsdp else 'DTensor'} on a mesh of {sizes}"
+    return "plain" if world_size == 1 else f"plain on each of {world_size}"
 
 
 def load_object(value: Any, state: Any) -> None:

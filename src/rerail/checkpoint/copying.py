@@ -1,0 +1,144 @@
+"""Copies a committed step to another tier: what was saved fast is kept safe elsewhere, beside the training.
+
+    COPYING -> shards, checked as they are read -> manifests -> COMMIT, all as they are on the first tier
+
+One process copies for all ranks, one step at a time; of those that wait only the newest is kept. A copy that was broken off
+has no COMMIT, counts for nothing and is begun anew. Called by `checkpoint.persister` and `rerail ckpt copy`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from rerail.checkpoint import catalog, names
+from rerail.checkpoint.catalog import Step
+from rerail.checkpoint.manifest import LARGEST, decode_commit, decode_rank
+from rerail.checkpoint.names import StepId
+from rerail.checkpoint.reading import verified, verify
+from rerail.checkpoint.retention import prune
+from rerail.checkpoint.saving import Order, Outcome, insist_on_newest
+from rerail.checkpoint.tiers import Source, Tier, tier_at
+from rerail.errors import CheckpointError
+
+
+def copy_step(
+    step: Step,
+    target: Tier,
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+    read_back: bool = True,
+    progress: Callable[[int], None] = lambda size: None,
+) -> bool:
+    """Make `target` have this step, too. False if it has it already. `before_commit` may raise to stop it."""
+    source, folder = step.tier, step.id.folder
+    there = target.names(folder)
+    if names.COMMIT in there:
+        return False
+    if there:
+        if names.COPYING not in there:
+            raise CheckpointError(f"{target.url}/{folder} is being saved to by a job")
+        target.remove(folder)
+    target.make_folder(folder)
+    target.put(f"{folder}/{names.COPYING}", source.url.encode())
+    commit = source.get(f"{folder}/{names.COMMIT}", LARGEST)
+    decode_commit(commit, step.id)
+    for rank, manifest in step.manifests.items():
+        if manifest.file:
+            with verified(source, folder, manifest) as shard:
+                path = f"{folder}/{manifest.file}"
+                hashes = target.put_large(path, _counted(shard, progress), manifest.size, manifest.chunk)
+            if tuple(hashes) != manifest.hashes:
+                raise CheckpointError(f"{source.url}/{path} changed while it was copied")
+        text = source.get(f"{folder}/{names.manifest_name(rank)}", LARGEST)
+        decode_rank(text, step.commit, rank)
+        target.put(f"{folder}/{names.manifest_name(rank)}", text)
+        if read_back:
+            verify(target, folder, manifest)
+            target.put(f"{folder}/{names.verified_name(rank)}", b"")
+    before_commit()
+    with contextlib.suppress(FileExistsError):
+        target.put(f"{folder}/{names.COMMIT}", commit, exclusive=True)
+    return True
+
+
+def _counted(source: Source, progress: Callable[[int], None]) -> Source:
+    def counted(offset: int, size: int) -> memoryview:
+        found = source(offset, size)
+        progress(size)
+        return found
+
+    return counted
+
+
+class Copier:
+    """Copies what this job's coordinator has committed on to the tiers behind, in a thread of its own."""
+
+    def __init__(self, tell: Callable[[Outcome], None]) -> None:
+        self._tell = tell
+        self._waiting: tuple[Order, str] | None = None
+        self._copying: Order | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def offer(self, order: Order, url: str) -> None:
+        """`order` was committed to the tier at `url`. A step that still waits gives way to this one."""
+        with self._changed:
+            self._waiting = order, url
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rerail-copy")
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def steps(self) -> set[StepId]:
+        """What is being copied or is to be: it must stay for that long."""
+        with self._changed:
+            waiting = {self._waiting[0].id} if self._waiting is not None else set()
+            return waiting | ({self._copying.id} if self._copying is not None else set())
+
+    def close(self) -> None:
+        """Finish what was offered."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                if self._waiting is None:
+                    return
+                (order, url), self._waiting = self._waiting, None
+                self._copying = order
+            for target in order.tiers[order.tiers.index(url) + 1 :]:
+                self._tell(copied(order, url, target))
+            with self._changed:
+                self._copying = None
+
+
+def copied(order: Order, url: str, target_url: str) -> Outcome:
+    """Copy one step from tier to tier, then thin out the target. What became of it."""
+    started, notes, size = time.monotonic(), list[str](), 0
+    try:
+        step = catalog.open_step(tier_at(url), order.id)
+        target, size = tier_at(target_url), step.size
+        copy_step(step, target, before_commit=lambda: insist_on_newest(order), read_back=order.read_back)
+        with contextlib.suppress(OSError, CheckpointError):
+            prune(target, order.keep, order.id, set())
+    except Exception as error:  # whatever it is: the rank must hear of it, and the next step must be tried
+        notes.append(f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error))
+    return Outcome(
+        version=order.version,
+        ok=not notes,
+        copied_to=target_url,
+        url=url,
+        seconds=time.monotonic() - started,
+        size=size,
+        notes=tuple(notes),
+    )
