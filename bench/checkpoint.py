@@ -116,9 +116,14 @@ def timed(run: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def fio(folder: Path, size: int, kind: str) -> float:
-    """Seconds that fio takes for as many bytes, past the page cache, the final sync included."""
+def fio(folder: Path, size: int, kind: str, *, new: bool = True) -> float:
+    """Seconds that fio takes for as many bytes, past the page cache, the final sync included.
+
+    It writes to a new file, as every save does; `new=False` writes over one whose blocks the file system has already.
+    """
     file = folder / "fio.bin"
+    if kind == "write" and new:
+        file.unlink(missing_ok=True)
     options = ["--bs=4M", "--direct=1", "--ioengine=libaio", "--iodepth=16", f"--size={size}", f"--filename={file}"]
     sync = ["--end_fsync=1"] if kind == "write" else []
     command = ["fio", f"--name={kind}", f"--rw={kind}", *options, *sync, "--output-format=json"]
@@ -165,9 +170,10 @@ def large(folder: Path, gib: float, repeats: int) -> list[Figure]:
     target = {name: torch.zeros_like(t) for name, t in state.items()}
     engine = Engine(state, folder / "large")
     copies = copy_figure(state, repeats)
-    saves, blocked, raw, loads, raw_loads, dcp_saves, dcp_loads = ([] for _ in range(7))
+    saves, blocked, raw, over, loads, raw_loads, dcp_saves, dcp_loads = ([] for _ in range(8))
     for _ in range(repeats):
         raw.append(fio(folder, size, "write"))
+        over.append(fio(folder, size, "write", new=False))
         stall, until_durable = engine.save()
         blocked.append(stall)
         saves.append(until_durable - stall)
@@ -185,7 +191,8 @@ def large(folder: Path, gib: float, repeats: int) -> list[Figure]:
     against = statistics.median(dcp_loads) / statistics.median(loads)
     gb = f"{size / 1e9:.1f} GB"
     return [
-        Figure(f"{gb}: fio write, O_DIRECT", "s", tuple(raw)),
+        Figure(f"{gb}: fio write, O_DIRECT, new file", "s", tuple(raw)),
+        Figure(f"{gb}: fio write, O_DIRECT, over a file", "s", tuple(over)),
         Figure(f"{gb}: rerail, sealed to durable", "s", tuple(saves)),
         Figure(f"{gb}: persist / fio, best", "ratio", (persist,), ">= 0.85", persist >= 0.85, higher_is_better=True),
         Figure(f"{gb}: DCP save, 2 threads", "s", tuple(dcp_saves)),

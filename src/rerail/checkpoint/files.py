@@ -22,8 +22,10 @@ from rerail.checkpoint.names import TRASH
 from rerail.checkpoint.tiers import Read, Source
 from rerail.errors import CheckpointError
 
-WRITERS = 4
+WRITERS = 8
 """Chunks on their way to the disk at the same time."""
+HASHERS = 2
+"""Threads that take checksums while the disk is busy with the same chunks."""
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -127,11 +129,17 @@ class FileTier:
         def one(offset: int) -> str:
             here = min(chunk, size - offset)
             part = source(offset, here)
-            found = digest(part[:here])
-            write_fully(fd, part[: min(chunk, until - offset)], offset)
-            return found
+            found = hashers.submit(digest, part[:here])
+            try:
+                write_fully(fd, part[: min(chunk, until - offset)], offset)
+            finally:
+                wait([found])  # the buffer is the source's again
+            return found.result()
 
-        with ThreadPoolExecutor(WRITERS, thread_name_prefix="rerail-write") as pool:
+        with (
+            ThreadPoolExecutor(HASHERS, thread_name_prefix="rerail-hash") as hashers,
+            ThreadPoolExecutor(WRITERS, thread_name_prefix="rerail-write") as pool,
+        ):
             futures = [pool.submit(one, offset) for offset in range(0, size, chunk)]
             try:
                 return [future.result() for future in futures]

@@ -22,7 +22,7 @@ from rerail.errors import CheckpointError
 
 AHEAD = 1024
 """Chunks that are handed to the readers at once."""
-READERS = 4
+READERS = 8
 """Chunks on their way from the disk at the same time."""
 
 
