@@ -8,9 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from crash_helpers import NEW, OLD, Crash, check
+from crash_helpers import COLUMNS, NEW, OLD, Crash, Ended, check
+from two_ranks import start
 
 from rerail.checkpoint import names
+from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.names import StepId
 
 pytestmark = [
@@ -147,3 +149,52 @@ def test_killed_while_the_root_is_made(crash: Crash) -> None:
         again = crash.save(str(root), NEW)
         assert again.saved == {NEW}, again.said
         check(again, Path(root), what=f"kill at mkdir {which} of a new root")
+
+
+def beyond(crash: Crash, made: list[str]) -> dict[str, range]:
+    """Of each call, which ones belong to the copy of a step rather than to its save."""
+    root, second = crash.with_old(), crash.folder / "second"
+    shutil.rmtree(second, ignore_errors=True)
+    ended = crash.traced(f"{root}>{second}", NEW, CALLS)
+    assert f"copied {NEW}" in ended.said, ended.said
+    saved, both = count(made), count(ended.calls)
+    return {call: range(saved[call] + 1, times + 1) for call, times in sorted(both.items()) if times > saved[call]}
+
+
+def copied_or_nothing(second: Path, ended: Ended, what: str) -> bool:
+    """The place that was copied to has the new state, exact, or none."""
+    loaded = start([FileTier(second)], COLUMNS)
+    assert loaded.version in (0, NEW), f"{what}: {loaded}"
+    assert loaded.version == NEW or f"copied {NEW}" not in ended.said, (
+        f"{what}: acknowledged and lost: {loaded.reasons}"
+    )
+    return loaded.version == NEW
+
+
+def test_a_copy_killed_at_any_call(crash: Crash, made: list[str]) -> None:
+    there: Counter[bool] = Counter()
+    for call, numbers in beyond(crash, made).items():
+        for which in numbers:
+            root, second = crash.with_old(), crash.folder / "second"
+            shutil.rmtree(second, ignore_errors=True)
+            what = f"kill of a copy at {call} {which}"
+            ended = crash.traced(f"{root}>{second}", NEW, call, f"{call}:signal=KILL:when={which}")
+            assert check(ended, root, what=what) == NEW
+            there[copied_or_nothing(second, ended, what)] += 1
+            again = crash.save(f"{root}>{second}", NEW)
+            assert f"copied {NEW}" in again.said, f"after {what} it could not be copied: {again.said}"
+            assert copied_or_nothing(second, again, what)
+    assert there[True] > 3 and there[False] > 10, f"the kills did not hit the copy: {there}"
+
+
+def test_a_copy_with_an_error_at_any_call(crash: Crash, made: list[str]) -> None:
+    refused = 0
+    for call, numbers in beyond(crash, made).items():
+        for which in numbers if call in CHANGES else ():
+            root, second = crash.with_old(), crash.folder / "second"
+            shutil.rmtree(second, ignore_errors=True)
+            what = f"EIO from {call} {which} of a copy"
+            ended = crash.traced(f"{root}>{second}", NEW, call, f"{call}:error=EIO:when={which}")
+            assert check(ended, root, what=what) == NEW
+            refused += not copied_or_nothing(second, ended, what)
+    assert refused > 5, "no error kept the copy from being made"

@@ -38,7 +38,8 @@ def copy_step(
     if names.COMMIT in there:
         return False
     if there:
-        if names.COPYING not in there:
+        # of a copy that was broken off before it could say so, only files with hidden names are left
+        if names.COPYING not in there and any(not name.startswith(".") for name in there):
             raise CheckpointError(f"{target.url}/{folder} is being saved to by a job")
         target.remove(folder)
     target.make_folder(folder)
