@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.rerail-setup
 ARGS ?=
 
-.PHONY: help setup check format test test-crash demo bench bench-checkpoint clean
+.PHONY: help setup check format test test-crash test-s3 demo bench bench-checkpoint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make demo    four ranks train a small GPT while things break"
 	@echo "make test    all tests"
 	@echo "make test-crash  saves killed at every system call, power cuts, full disks (minutes; as root on Linux)"
+	@echo "make test-s3 checkpoints in an S3 store: a real client and server, on this machine"
 	@echo "make check   ruff, mypy --strict, import layers, module sizes"
 	@echo "make format  let ruff fix and format"
 	@echo "make bench   recovery benchmark (ARGS=--quick for a short one)"
@@ -49,6 +50,12 @@ test-crash: $(STAMP)
 	@command -v strace >/dev/null && command -v mkfs.xfs >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq strace xfsprogs; }
 	$(BIN)/pytest tests/crash $(ARGS)
+
+# The server has an environment of its own, and the client a folder: neither is part of rerail's.
+test-s3: $(STAMP)
+	@test -x .venv-s3/bin/moto_server || { $(PYTHON) -m venv .venv-s3 && .venv-s3/bin/pip install --quiet 'moto[server]>=5.2'; }
+	@test -d build/s3/s3fs || $(BIN)/pip install --quiet --target build/s3 s3fs
+	PYTHONPATH=build/s3 MOTO_SERVER=$(CURDIR)/.venv-s3/bin/moto_server $(BIN)/pytest tests/s3 $(ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/rerail demo $(ARGS)
