@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from edge_helpers import TRAIN, Run, running
+
+from rerail.cli.main import main
 
 pytestmark = pytest.mark.timeout(150)
 TWO = ("--nproc-per-node", "2", TRAIN)
@@ -23,12 +26,23 @@ def finish(run: Run, hold: Path) -> None:
     run.leaves_nothing()
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+def _status(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `rerail status` says."""
+    assert main(["status", "--run-dir", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tmp_path, *TWO, "--until", "100000") as run:
         run.controller()
-        run.rank_pid(0)
+        pid = run.rank_pid(0)
+        limit = time.monotonic() + 30.0
+        while f"pid {pid}" not in (told := _status(run.run_dirs()[0], capsys)):
+            assert time.monotonic() < limit, told
+            time.sleep(0.1)
         run.signal(signal.SIGINT)
         assert run.ended() == 130, run.story()
+        assert "ended with exit code 130 (stopped by SIGINT)" in _status(run.run_dirs()[0], capsys)
         assert "Traceback" not in run.err, run.story()
         run.leaves_nothing()
 

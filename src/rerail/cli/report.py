@@ -18,15 +18,18 @@ from rerail.report.text import render
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", nargs="?", default="last", help="last (default), the number of an incident, or a job")
-    parser.add_argument("--job", default="", help="the job; the newest when not given")
+    parser.add_argument("job_after", nargs="?", default="", metavar="JOB", help="the job; the newest when not given")
+    parser.add_argument("--job", default="", help="the same")
     parser.add_argument("--run-dir", default="", help="the job's run directory, if it was started with one")
     parser.add_argument("--json", action="store_true", help="all records of the incident as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one incident."""
-    job, which = args.job, args.which
+    job, which = args.job or args.job_after, args.which
     if which != "last" and not which.isdecimal():
+        if job:
+            raise UsageError(f"{which!r} is not the number of an incident", hint=f"rerail report last {job}")
         job, which = which, "last"
     folder = find_run(job, args.run_dir)
     with reading(folder) as journal:

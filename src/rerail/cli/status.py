@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -52,10 +53,15 @@ def _from_journal(folder: Path) -> dict[str, Any]:
     return {"job": folder.name, "live": False, "exit_code": code, "incidents": count}
 
 
+def _how(code: int) -> str:
+    name = f" (stopped by {signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
+    return f"ended with exit code {code}{name}"
+
+
 def _text(status: dict[str, Any], folder: Path) -> str:
     if not status["live"]:
         code = status["exit_code"]
-        how = "ended without a word (killed?)" if code is None else f"ended with exit code {code}"
+        how = "ended without a word (killed?)" if code is None else _how(code)
         return f"job {status['job']}: {how}, {status['incidents']} incidents\n  {folder}\nmore: rerail incidents"
     lines = [
         f"job {status['job']}: step {status['version']:,}, generation {status['generation']} ({status['stage']}), "
@@ -65,5 +71,8 @@ def _text(status: dict[str, Any], folder: Path) -> str:
         there = "connected" if node["connected"] else "away"
         lines.append(f"  node {node['node']}: {there}, {node['standbys']} standbys warm, {node['warming']} warming")
     for rank in status["ranks"]:
-        lines.append(f"  rank {rank['rank']:<4} {rank['node']}  {rank['state']:<12} step {rank['version']:,}")
+        pid = f"pid {rank['pid']}" if rank.get("pid") else ""
+        lines.append(
+            f"  rank {rank['rank']:<4} {rank['node']}  {rank['state']:<12} step {rank['version']:<8,} {pid}".rstrip()
+        )
     return "\n".join([*lines, "more: rerail incidents · rerail report"])

@@ -289,7 +289,8 @@ class Agent:
         while True:
             await asyncio.sleep(BEAT_S)
             versions = {slot.rank: slot.version for slot in self.slots if slot.child is not None}
-            self.uplink.send(wire.Beat(versions=versions))
+            pids = {slot.rank: slot.child.pid for slot in self.slots if slot.child is not None}
+            self.uplink.send(wire.Beat(versions=versions, pids=pids))
             self._end_orphans()
 
     def _children(self) -> list[Child]:
@@ -318,7 +319,7 @@ class Agent:
         if not self.uplink.connected or os.getppid() != int(os.environ.get("RERAIL_LAUNCHER", os.getppid())):
             self._end(128 + signum, reason)
             return
-        self.uplink.send(wire.LeaveJob(reason=reason))
+        self.uplink.send(wire.LeaveJob(reason=reason, exit_code=128 + signum))
         asyncio.get_running_loop().call_later(LEAVE_S, lambda: self._end(128 + signum, reason))
 
     def _end(

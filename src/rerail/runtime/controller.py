@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rerail.config import EXIT_DONE, EXIT_FAILED, JobSpec, Settings
+from rerail.config import EXIT_DONE, JobSpec, Settings
 from rerail.decide.budget import Budget
 from rerail.decide.choose import choose, exit_code_of
 from rerail.decide.rules import Situation
@@ -225,7 +225,7 @@ class Controller:
         if isinstance(message, PortPicked):
             self.execution.port_picked(message)
         elif isinstance(message, LeaveJob):
-            self._shut_down(EXIT_FAILED, message.reason)
+            self._shut_down(message.exit_code, message.reason)
         return self.intake.take(agent, message, wall=wall)
 
     def _greet(self, link: Link, hello: AgentHello, now: float, wall: float) -> list[Sighting]:

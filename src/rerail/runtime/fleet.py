@@ -125,6 +125,8 @@ class Agent:
     arrival: int = 0
     ready: int = 0
     warming: int = 0
+    pids: dict[int, int] = field(default_factory=dict)
+    """The process of each rank here, for people."""
     waits: Waits | None = None
     """Set by the node's own word, until one of its ranks moves again."""
 

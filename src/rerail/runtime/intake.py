@@ -64,7 +64,8 @@ class Intake:
                     rank.move(RankState.EXITED)
             case Standbys(ready=ready, warming=warming):
                 agent.ready, agent.warming = ready, warming
-            case Beat(versions=versions):
+            case Beat(versions=versions, pids=pids):
+                agent.pids = pids
                 for number, version in versions.items():
                     if number in self._fleet.ranks and version > self._fleet.ranks[number].version:
                         agent.waits = None

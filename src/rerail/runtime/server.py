@@ -134,7 +134,14 @@ def status_of(controller: Controller) -> dict[str, Any]:
             for a in fleet.agents.values()
         ],
         "ranks": [
-            {"rank": r.rank, "node": r.node, "state": r.state.value, "version": r.version, "joined": r.joined}
+            {
+                "rank": r.rank,
+                "node": r.node,
+                "pid": fleet.agents[r.node].pids.get(r.rank, 0) if r.node in fleet.agents else 0,
+                "state": r.state.value,
+                "version": r.version,
+                "joined": r.joined,
+            }
             for r in fleet.ranks.values()
         ],
     }

@@ -277,15 +277,17 @@ class Standbys(Message, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """The agent is alive; carries the newest version of each of its ranks."""
+    """The agent is alive; carries the newest version of each of its ranks, and the process it is."""
 
     versions: dict[int, int]
+    pids: dict[int, int] = {}
 
 
 class LeaveJob(Message, frozen=True, kw_only=True):
     """The user asked this agent to stop (Ctrl-C, SIGTERM): the job ends."""
 
     reason: str
+    exit_code: int = 1
 
 
 # --- controller -> agent ---------------------------------------------------------------------------------------
