@@ -3,7 +3,7 @@
     python bench/checkpoint_gpu.py [--layers 36 --width 2560 --batch 12] [--folder DIR]
 
 Prints one JSON line per phase. Snapshots: blocks of 20 steps with one every 10 steps take turns with blocks without. The
-same for `dcp.async_save` in its best mode. Then one save until durable, and a fresh process that loads it.
+same for `dcp.async_save` in its best modes, with a writer that writes nothing. Then one save until durable, and a fresh process that loads it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint import StorageWriter
 
 BLOCK, EVERY = 20, 10
 SEQUENCE, VOCABULARY = 1024, 32_000
@@ -76,9 +78,15 @@ class Training:
         self.tokens = torch.randint(0, VOCABULARY, (args.batch, SEQUENCE), device="cuda")
 
     def step(self) -> None:
+        self.step_until_update()
+        self.update()
+
+    def step_until_update(self) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = self.model(self.tokens)
         loss.backward()
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -157,8 +165,45 @@ def snapshot(args: argparse.Namespace) -> None:
     slowdown("rerail snapshot", found, state_gb=gb, first_s=first_s, copy_s=copy_s)
 
 
-def dcp(args: argparse.Namespace) -> None:
+class Nowhere(StorageWriter):
+    """Writes nothing: what is measured is what saving costs the training, not the disk."""
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[list[Any]]:
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Any, results: Any) -> None: ...
+
+    def storage_meta(self) -> None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+
+def dcp_process(args: argparse.Namespace) -> None:
     """torch's own, in its best mode: pinned shared memory, asynchronous staging, a process that writes."""
+    dcp(args, "process")
+
+
+def dcp_thread(args: argparse.Namespace) -> None:
+    """The same with a thread that writes."""
+    dcp(args, "thread")
+
+
+def dcp(args: argparse.Namespace, kind: str) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -169,35 +214,45 @@ def dcp(args: argparse.Namespace) -> None:
     training = Training(args)
     for _ in range(3):
         training.step()
-    stager = DefaultStager(StagingOptions(True, True, True, True))
-    folder = Path(args.folder) / "dcp"
-    pending: list[object] = []
+
+    class Kept(DefaultStager):
+        """torch closes the stager after every save, and with it the memory that makes the next one fast."""
+
+        def close(self) -> None: ...
+
+    stager = Kept(StagingOptions(True, kind == "process", True, True))
+    pending: list[Any] = []
     active = [False]
 
     def step(index: int) -> None:
         if active[0] and index % EVERY == 0:
             for response in pending:
-                response.upload_completion.result()  # type: ignore[attr-defined]
+                response.upload_completion.result()
             pending.clear()
-            shutil.rmtree(folder, ignore_errors=True)
-            moments = {f"state.{i}": dict(one) for i, one in training.optimizer.state_dict()["state"].items()}
-            state = {"model": dict(training.model.state_dict()), "optimizer": moments}
+            named = {name: p.detach() for name, p in training.model.named_parameters()}
+            moments = {
+                f"{name}.{key}": value.detach()
+                for name, p in training.model.named_parameters()
+                for key, value in training.optimizer.state[p].items()
+            }
             pending.append(
                 checkpoint.async_save(
-                    state,
-                    checkpoint_id=folder,
+                    {"model": named, "optimizer": moments},
+                    storage_writer=Nowhere(),
                     async_stager=stager,
-                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                    async_checkpointer_type=getattr(AsyncCheckpointerType, kind.upper()),
                 )
             )
-        training.step()
-        for response in pending:
-            response.staging_completion.result()  # type: ignore[attr-defined]
+        training.step_until_update()
+        for response in pending:  # the update changes what is being copied
+            response.staging_completion.result()
+        training.update()
 
-    active[0] = True
+    active[0], first = True, time.monotonic()
     step(0)  # the first one makes its memory and its process
+    first_s = time.monotonic() - first
     found = blocks(step, lambda on: active.__setitem__(0, on), args.pairs)
-    slowdown("dcp.async_save", found)
+    slowdown(f"dcp.async_save, {kind}", found, first_s=first_s)
     os._exit(0)
 
 
@@ -234,7 +289,7 @@ def train(args: argparse.Namespace, until: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--phase", choices=("snapshot", "dcp", "save", "load"))
+    parser.add_argument("--phase", choices=("snapshot", "dcp_process", "dcp_thread", "save", "load"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--batch", type=int, default=12)
@@ -246,7 +301,7 @@ def main() -> None:
         globals()[args.phase](args)
         return
     Path(args.folder).mkdir(parents=True, exist_ok=True)
-    for phase in ("snapshot", "save", "load", "dcp"):
+    for phase in ("snapshot", "dcp_process", "dcp_thread", "save", "load"):
         command = [sys.executable, __file__, *sys.argv[1:], "--phase", phase, "--began", str(time.time())]
         with contextlib.suppress(subprocess.CalledProcessError):
             subprocess.run(command, check=True)
