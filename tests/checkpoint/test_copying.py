@@ -101,6 +101,30 @@ def test_a_copy_that_was_broken_off_counts_for_nothing_and_is_begun_anew(
     assert start([FileTier(slow)]) == (20, [])
 
 
+@pytest.mark.parametrize("how", ["flipped", "cut short"])
+def test_a_copy_that_is_damaged_is_not_called_there(places: tuple[Path, Path], how: str) -> None:
+    fast, slow = places
+    assert copy_step(step_20(fast), FileTier(slow))
+    shard = slow / FOLDER / names.shard_name(0, 0)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data if how == "flipped" else data[:10])
+    with pytest.raises(CheckpointError, match="is there, but not as it should be"):
+        copy_step(step_20(fast), FileTier(slow))
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = places
+
+    def full(self: FileTier, path: str, source: Source, size: int, chunk: int) -> list[str]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileTier, "put_large", full)
+    with pytest.raises(OSError, match="No space"):
+        copy_step(step_20(fast), FileTier(slow))
+    assert os.listdir(slow) == []
+
+
 def test_a_folder_that_a_job_is_saving_to_is_left_alone(places: tuple[Path, Path]) -> None:
     fast, slow = places
     FileTier(slow).make_folder(FOLDER)
@@ -154,6 +178,7 @@ def test_the_persister_copies_on_and_finishes_that_before_it_ends(tmp_path: Path
     assert {(20, "slow"), (20, "far")} <= copies and all(outcome.ok for outcome in told), told
     for place in places:
         assert start([FileTier(place)]) == (20, [])
+        assert [found.id.step for found in catalog.folders(FileTier(place))] == [20], "keep=1 is not kept at the end"
     # after it was let go, another order starts another persister
     job.stage(30)
     for rank, writer in enumerate(writers):

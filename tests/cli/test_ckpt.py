@@ -590,3 +590,17 @@ def test_copy_does_not_stop_a_job_that_writes_to_the_target(root: Path, tmp_path
     newer = save(root, 30, [whole(state())], epoch=7)
     assert main(["ckpt", "copy", f"{root}@{newer}", "--to", str(other)]) == 2
     assert "epoch 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [("{root}", "is where the step comes from"), ("{file}", "is a file"), ("{other}@50", "under another number")],
+)
+def test_copy_refuses_targets_that_cannot_be_meant(
+    root: Path, tmp_path: Path, capsys: Capture, to: str, words: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    target = to.format(root=root, file=tmp_path / "file", other=tmp_path / "other")
+    assert main(["ckpt", "copy", f"{root}@10", "--to", target]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "other@50").exists()

@@ -55,6 +55,10 @@ def test_what_follows_the_script_is_the_scripts(spec: Spec) -> None:
     assert not job.module
 
 
+def test_half_of_a_flag_behind_the_script_is_the_scripts(spec: Spec) -> None:
+    assert spec("train.py", "--log", "x", "--nproc", "3").script_args == ("--log", "x", "--nproc", "3")
+
+
 def torchrun_options() -> list[list[str]]:
     """Every option torch.distributed.run knows, with both spellings, asked of torch itself."""
     from torch.distributed.run import get_args_parser

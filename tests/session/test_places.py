@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.names import StepId
 from rerail.checkpoint.objects import ObjectTier
 from rerail.checkpoint.saving import Order, carry_out, claim_epoch
 from rerail.checkpoint.schedule import Concurrent
@@ -70,8 +71,43 @@ def test_a_start_goes_on_from_the_places_that_can_be_reached_and_says_so(
 @pytest.mark.usefixtures("unreachable")
 def test_nothing_begins_anew_while_a_place_that_may_hold_steps_cannot_be_reached(tmp_path: Path) -> None:
     found = checkpoints(tmp_path, FAR)
-    with pytest.raises(CheckpointError, match="none can be read"):
+    with pytest.raises(CheckpointError, match="can be read"):
         found.restore()
+
+
+def test_a_first_place_that_cannot_be_written_gives_way_to_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    found = checkpoints(tmp_path / "file", tmp_path / "good")
+    found.claim()
+    assert found.epoch == 1 and os.listdir(tmp_path / "good") == ["epoch-000001.json"]
+    assert "nothing can be written to" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="nothing can be written to"):
+        checkpoints(tmp_path / "file").claim()
+
+
+def test_steps_that_were_never_finished_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 20)
+    (tmp_path / StepId(1, 20, 0).folder / "COMMIT").unlink()
+    assert checkpoints(tmp_path).restore() is False
+    assert f"{StepId(1, 20, 0).folder} was never finished and does not count" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("version", "next_save"), [(0, 5), (4, 5), (5, 10), (33, 35)])
+def test_every_so_many_steps_means_multiples_wherever_the_job_began(
+    tmp_path: Path, version: int, next_save: int
+) -> None:
+    found = checkpoints(tmp_path)
+    found.configure([str(tmp_path)], 5, None, False)
+    found._job._version = version
+    found._plan_next()
+    assert found.next_save == next_save
+
+
+def test_a_place_given_twice_is_one(tmp_path: Path) -> None:
+    assert len(checkpoints(tmp_path, tmp_path / ".." / tmp_path.name, tmp_path)._tiers) == 2
+    assert len(checkpoints(tmp_path, tmp_path)._tiers) == 1
 
 
 def test_where_all_places_are_empty_a_job_begins_anew(tmp_path: Path) -> None:

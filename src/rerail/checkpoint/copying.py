@@ -32,16 +32,42 @@ def copy_step(
     read_back: bool = True,
     progress: Callable[[int], None] = lambda size: None,
 ) -> bool:
-    """Make `target` have this step, too. False if it has it already. `before_commit` may raise to stop it."""
-    source, folder = step.tier, step.id.folder
+    """Make `target` have this step, too. False if it has it already, whole. `before_commit` may raise to stop it."""
+    folder = step.id.folder
     there = target.names(folder)
     if names.COMMIT in there:
+        _insist_on_whole(target, step)
         return False
     if there:
         # of a copy that was broken off before it could say so, only files with hidden names are left
         if names.COPYING not in there and any(not name.startswith(".") for name in there):
             raise CheckpointError(f"{target.url}/{folder} is being saved to by a job")
         target.remove(folder)
+    try:
+        _copy(step, target, before_commit, read_back, progress)
+    except BaseException:
+        with contextlib.suppress(OSError, CheckpointError):
+            if names.COMMIT not in target.names(folder):
+                target.remove(folder)
+        raise
+    return True
+
+
+def _insist_on_whole(target: Tier, step: Step) -> None:
+    try:
+        there = catalog.open_step(target, step.id)
+        if there.commit != step.commit:
+            raise CheckpointError("it was saved by another job")
+        for manifest in there.manifests.values():
+            verify(target, step.id.folder, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{target.url}/{step.id.folder} is there, but not as it should be: {error}") from error
+
+
+def _copy(
+    step: Step, target: Tier, before_commit: Callable[[], None], read_back: bool, progress: Callable[[int], None]
+) -> None:
+    source, folder = step.tier, step.id.folder
     target.make_folder(folder)
     target.put(f"{folder}/{names.COPYING}", source.url.encode())
     commit = source.get(f"{folder}/{names.COMMIT}", LARGEST)
@@ -62,7 +88,6 @@ def copy_step(
     before_commit()
     with contextlib.suppress(FileExistsError):
         target.put(f"{folder}/{names.COMMIT}", commit, exclusive=True)
-    return True
 
 
 def _counted(source: Source, progress: Callable[[int], None]) -> Source:

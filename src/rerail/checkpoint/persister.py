@@ -7,6 +7,7 @@ the state. Started by `checkpoint.writer`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -14,10 +15,14 @@ import threading
 
 import msgspec
 
+from rerail.checkpoint import catalog
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.copying import Copier
 from rerail.checkpoint.names import StepId
+from rerail.checkpoint.retention import prune
 from rerail.checkpoint.saving import Order, Outcome, carry_out
+from rerail.checkpoint.tiers import tier_at
+from rerail.errors import CheckpointError
 
 LONGEST = 1 << 17
 """Bytes of a message."""
@@ -35,6 +40,8 @@ class Persister:
         self._busy: set[StepId] = set()
         self._threads: list[threading.Thread] = []
         self._copier = Copier(self._tell)
+        self._tidied: tuple[Order, str] | None = None
+        """What was committed last, and where: steps that were busy when others were removed are to go at the end."""
 
     def run(self) -> None:
         decoder = msgspec.json.Decoder(Order)
@@ -49,6 +56,8 @@ class Persister:
         for thread in self._threads:
             thread.join()
         self._copier.close()
+        if self._tidied is not None:
+            _tidy(*self._tidied)
 
     def _carry_out(self, order: Order) -> None:
         told, committed = False, ""
@@ -56,10 +65,12 @@ class Persister:
             for outcome in carry_out(order, self._arena, self._under_way):
                 told = True
                 self._tell(outcome)
-                if outcome.ok and order.rank == min(order.group) and outcome.url != order.tiers[-1]:
+                if outcome.ok and order.rank == min(order.group):
                     committed = outcome.url
             if committed:
-                self._copier.offer(order, committed)
+                self._tidied = order, committed
+                if committed != order.tiers[-1]:
+                    self._copier.offer(order, committed)
         except Exception as error:  # whatever it is: the rank must hear of it, and the next save must be tried
             if not told:
                 self._tell(Outcome(version=order.version, ok=False, notes=(f"{type(error).__name__}: {error}",)))
@@ -79,6 +90,12 @@ class Persister:
             self._link.send(msgspec.json.encode(msgspec.structs.replace(outcome, notes=short)))
         except OSError:
             pass  # the rank is gone; what is saved is saved
+
+
+def _tidy(order: Order, url: str) -> None:
+    with contextlib.suppress(OSError, CheckpointError):
+        tier = tier_at(url)
+        prune(tier, order.keep, max(found.id for found in catalog.folders(tier) if found.committed), set())
 
 
 def main() -> None:

@@ -97,23 +97,31 @@ def verified(tier: Tier, folder: str, manifest: RankManifest) -> Iterator[Source
     """The shard as a source that gives whole chunks, each only when its checksum is right."""
     path = f"{folder}/{manifest.file}"
     mine = threading.local()
-    try:
-        size = tier.size(path)
-        if size != manifest.size:
-            raise CheckpointError(f"{path} has {size} bytes, its manifest says {manifest.size}")
-        with tier.reading(path) as read_file:
+    with contextlib.ExitStack() as opened:
+        with _reading(path):
+            found = tier.size(path)
+            if found != manifest.size:
+                raise CheckpointError(f"{path} has {found} bytes, its manifest says {manifest.size}")
+            read_file = opened.enter_context(tier.reading(path))
 
-            def source(offset: int, size: int) -> memoryview:
-                if not hasattr(mine, "buffer"):
-                    mine.buffer = memoryview(mmap.mmap(-1, to_page(manifest.chunk)))
-                buffer: memoryview = mine.buffer
+        def source(offset: int, size: int) -> memoryview:
+            if not hasattr(mine, "buffer"):
+                mine.buffer = memoryview(mmap.mmap(-1, to_page(manifest.chunk)))
+            buffer: memoryview = mine.buffer
+            with _reading(path):
                 read_file(offset, buffer, size)
-                if digest(buffer[:size]) != manifest.hashes[offset // manifest.chunk]:
-                    raise CheckpointError(
-                        f"{path}: chunk {offset // manifest.chunk} ({size} bytes) does not match its checksum"
-                    )
-                return buffer
+            index = offset // manifest.chunk
+            if digest(buffer[:size]) != manifest.hashes[index]:
+                raise CheckpointError(f"{path}: chunk {index} ({size} bytes) does not match its checksum")
+            return buffer
 
-            yield source
-    except OSError as error:  # gone, or the disk cannot read it
+        yield source
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """What the disk says against it, or that it is gone, means that the step is damaged."""
+    try:
+        yield
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -132,7 +132,7 @@ def _to_first_tier(order: Order, arena: Arena, meta: Meta, notes: list[str]) -> 
             tier = tier_at(url)
             return tier, _save_to(tier, order, arena, meta, notes)
         except (OSError, CheckpointError) as error:
-            notes.append(f"{url}: {error}")
+            notes.append(f"it cannot be saved to {url}: {error}")
     return None
 
 
@@ -142,6 +142,9 @@ def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[
             verify(tier, order.id.folder, written)
             tier.put(f"{order.id.folder}/{names.verified_name(order.rank)}", b"")
     except (OSError, CheckpointError) as error:
+        with contextlib.suppress(OSError):
+            if names.COMMIT not in tier.names(order.id.folder):
+                return  # a newer one has taken its place meanwhile
         print(f"rerail: checkpoint of step {order.version} read back wrong: {error}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError, CheckpointError):
         if order.rank == min(order.group):

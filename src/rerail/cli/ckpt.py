@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -29,6 +30,7 @@ from rerail.cli.ckpt_roots import (
     look,
     opened,
     place_at,
+    place_at_step,
     progress,
     root_at,
     size_text,
@@ -230,7 +232,15 @@ def _mark(tier: Tier, step: StepId, manifest: RankManifest, problem: str) -> Non
 
 
 def _copy(args: argparse.Namespace) -> int:
+    if place_at_step(args.to):
+        raise UsageError(
+            f"--to {args.to}: a step cannot be copied under another number", hint="give the place without @STEP"
+        )
     step, target = opened(place_at(args.root)), tier_at(args.to)
+    if target.url == step.tier.url:
+        raise UsageError(f"{target.url} is where the step comes from", hint="give another place with --to")
+    if Path(target.url).is_file():
+        raise UsageError(f"{target.url} is a file", hint="a place for checkpoints is a directory or a URL")
     newest = newest_epoch(target)
     if 0 < newest < step.id.epoch:
         raise UsageError(

@@ -75,10 +75,16 @@ def root_at(text: str) -> Tier:
     return tier
 
 
+def place_at_step(text: str) -> bool:
+    """Whether this names a step rather than a place."""
+    root, at, last = text.rpartition("@")
+    return bool(at and root and (last.isdecimal() or names.step_of(last)) and not Path(text).is_dir())
+
+
 def place_at(text: str, step: str | None = None) -> Place:
     """ROOT or ROOT@STEP; `step` is what --step says."""
-    root, at, last = text.rpartition("@")
-    if at and root and (last.isdecimal() or names.step_of(last)) and not Path(text).is_dir():
+    if place_at_step(text):
+        root, _, last = text.rpartition("@")
         if step is not None:
             raise UsageError(f"{text} names a step, and --step {step} another one")
         return Place(root_at(root), last)

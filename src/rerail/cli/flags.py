@@ -48,6 +48,7 @@ class SwitchFromEnv(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """torchrun's flags, then rerail's own, then the script and whatever follows it."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False  # or `script.py --log x` would be taken for half of --log-dir
     parser.usage = "%(prog)s [OPTIONS] SCRIPT [SCRIPT ARGUMENTS]"
     parser.epilog = (
         "Every option can be spelled with dashes or underscores; PET_<OPTION> in the environment gives its default.\n"

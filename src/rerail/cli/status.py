@@ -53,6 +53,10 @@ def _from_journal(folder: Path) -> dict[str, Any]:
     return {"job": folder.name, "live": False, "exit_code": code, "incidents": count}
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _how(code: int) -> str:
     name = f" (stopped by {signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
     return f"ended with exit code {code}{name}"
@@ -62,10 +66,12 @@ def _text(status: dict[str, Any], folder: Path) -> str:
     if not status["live"]:
         code = status["exit_code"]
         how = "ended without a word (killed?)" if code is None else _how(code)
-        return f"job {status['job']}: {how}, {status['incidents']} incidents\n  {folder}\nmore: rerail incidents"
+        return (
+            f"job {status['job']}: {how}, {_count(status['incidents'], 'incident')}\n  {folder}\nmore: rerail incidents"
+        )
     lines = [
         f"job {status['job']}: step {status['version']:,}, generation {status['generation']} ({status['stage']}), "
-        f"{status['incidents']} incidents, {status['restarts_used']} restarts"
+        f"{_count(status['incidents'], 'incident')}, {_count(status['restarts_used'], 'restart')}"
     ]
     for node in status["nodes"]:
         there = "connected" if node["connected"] else "away"

@@ -211,6 +211,7 @@ class Launcher:
         """The first asks the agent to end the job in good order; a second one means now."""
         if self._signals and self._asked_at is None:
             self._asked_at = time.monotonic()
+            say(f"{_signal_name(self._signals[0])}: ending the job; once more ends it at once")
             self.agent.signal(self._signals[0])
         if len(self._signals) > 1 and self.agent.process is not None:
             say("ending at once")

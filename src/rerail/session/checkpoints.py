@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rerail.checkpoint import catalog, saving
+from rerail.checkpoint import catalog, names, saving
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.declining import decline
 from rerail.checkpoint.names import StepId
@@ -37,6 +37,8 @@ from rerail.session.fabric import Mode, fabric, hearing
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
+PATIENCE_S = 5.0
+"""Seconds after which somebody who waits deserves a word."""
 LOOK_S = 0.2
 """Seconds between two looks for a fault while this rank waits at the end."""
 SAVES_WITH_CODE = 2
@@ -82,7 +84,7 @@ class Checkpoints:
     ) -> None:
         if not where:
             raise StateError("job.checkpoints() needs at least one place: a directory or a URL")
-        self._tiers = [tier_at(os.fspath(place)) for place in where]
+        self._tiers = list({tier.url: tier for tier in (tier_at(os.fspath(place)) for place in where)}.values())
         self._when = EverySteps(when) if isinstance(when, int) else (when or Planned())
         self._keep = Keep.of(keep)
         self._compiled_saves = SAVES_WITH_CODE if compile_cache and self._job.rank == 0 else 0
@@ -123,14 +125,15 @@ class Checkpoints:
         self._plan_next()
 
     def _claimed(self) -> int:
-        first = self._tiers[0]
-        try:
-            return saving.claim_epoch(first, _job_name(), self._tiers[1:])
-        except OSError as error:
-            raise CheckpointError(
-                f"job.checkpoints(): nothing can be written to {first.url} ({error.strerror or error}). "
-                "Give it a directory or URL that all ranks can write to"
-            ) from error
+        """A new epoch, from the first place that can be written to."""
+        for tier in self._tiers:
+            try:
+                return saving.claim_epoch(tier, _job_name(), [other for other in self._tiers if other is not tier])
+            except (OSError, CheckpointError) as error:
+                why = f"nothing can be written to {tier.url} ({getattr(error, 'strerror', None) or error})"
+                if tier is not self._tiers[-1]:
+                    self._tell("failed", -1, why)
+        raise CheckpointError(f"job.checkpoints(): {why}. Give it a directory or URL that all ranks can write to")
 
     @property
     def saves(self) -> tuple[int, int, int]:
@@ -201,7 +204,7 @@ class Checkpoints:
         if job._small is None or job._small.saves[1] != job._version:
             return
         if isinstance(self._when, EverySteps):
-            self.next_save = job._version + self._when.steps(Costs(0.0, 0.0, 0.0))
+            self._plan_next()
             return
         wish = torch.tensor([self._wish()], dtype=torch.int64, device=self._device())
         if job.world_size > 1:
@@ -230,10 +233,14 @@ class Checkpoints:
         writer = self._writer
         if writer is None:
             return
+        began, told = time.monotonic(), False
         for done in (writer.wait, writer.close):
             while not done(LOOK_S):
                 if fabric.interrupted:
                     return
+                if time.monotonic() - began > PATIENCE_S and not told:
+                    told = True
+                    self._say("waiting until the last checkpoint is written, and copied where it is to be")
 
     def _wish(self) -> int:
         step_s = statistics.median(self._job._durations) if self._job._durations else 0.0
@@ -241,8 +248,12 @@ class Checkpoints:
         return max(1, self._when.steps(Costs(step_s, self.stall_s, save_s)))
 
     def _plan_next(self) -> None:
-        first = self._when.interval if isinstance(self._when, EverySteps) else FIRST_AFTER
-        self.next_save = self._job._version + max(1, first)
+        version = self._job._version
+        if isinstance(self._when, EverySteps):
+            every = max(1, self._when.interval)
+            self.next_save = (version // every + 1) * every
+        else:
+            self.next_save = version + FIRST_AFTER
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if outcome.copied_to:
@@ -276,13 +287,18 @@ class Checkpoints:
             self._tell("copied", outcome.version, text)
         else:
             text = f"{what} was not copied to {outcome.copied_to}: {'; '.join(outcome.notes)}"
-            self._tell("failed", outcome.version, f"{text}. It is safe in {outcome.url}; the next one is copied again")
+            self._tell(
+                "failed", outcome.version, f"{text}. It is safe in {outcome.url}; rerail ckpt copy can copy it later"
+            )
 
     def _tell(self, what: str, version: int, text: str) -> None:
         """To the user and, where there is one, to the journal."""
-        print(f"rerail: {text}", file=sys.stderr, flush=True)
+        self._say(text)
         if self._job._rejoin is not None:
             self._job._rejoin.note(f"checkpoint.{what}", version, text)
+
+    def _say(self, text: str) -> None:
+        print(f"rerail: {text}", file=sys.stderr, flush=True)
 
     # --- loading ---
 
@@ -297,24 +313,29 @@ class Checkpoints:
                     # Beginning anew beside damaged steps, or with half of one loaded, would be worse than stopping.
                     places = ", ".join(tier.url for tier in self._tiers)
                     raise CheckpointError(
-                        f"there are checkpoints in {places}, or may be, but none can be read (the reasons are above). Look with "
-                        "`rerail ckpt verify`; to begin anew, give job.checkpoints() another place"
+                        f"no checkpoint in {places} can be read (the reasons are above). rerail ckpt verify tells more; to begin anew, "
+                        "give job.checkpoints() another place"
                     )
                 return False
             started, problem = time.monotonic(), ""
             try:
-                step = catalog.open_step(self._tiers[chosen[4]], StepId(*chosen[1:4]))
+                tier = self._tiers[chosen[4]]
+                step = catalog.open_step(tier, StepId(*chosen[1:4]))
                 loading.load(job, step)
             except (OSError, CheckpointError, StateError) as error:
                 problem = str(error)
-                text = f"rank {job.rank}: the checkpoint of step {chosen[2]} is passed over: {problem}"
+                text = f"rank {job.rank}: {tier.url}/{StepId(*chosen[1:4]).folder} is passed over: {problem}"
                 self._tell("passed_over", chosen[2], text)
             if self._all_well(not problem):
                 self.newest = job._version
                 self._plan_next()
                 if job.rank == 0:
                     took = time.monotonic() - started
-                    self._tell("loaded", chosen[2], f"starts from the checkpoint of step {chosen[2]} ({took:.2f} s)")
+                    self._tell(
+                        "loaded",
+                        chosen[2],
+                        f"starts from the checkpoint of step {chosen[2]} in {tier.url} ({took:.2f} s)",
+                    )
                 return True
 
     def _reachable(self) -> list[Tier]:
@@ -322,7 +343,13 @@ class Checkpoints:
         found = []
         for tier in self._tiers:
             try:
-                tier.names()
+                for one in catalog.folders(tier):
+                    if not one.committed and names.COPYING not in tier.names(one.id.folder):
+                        self._tell(
+                            "passed_over",
+                            one.id.step,
+                            f"{tier.url}/{one.id.folder} was never finished and does not count",
+                        )
                 found.append(tier)
             except (OSError, CheckpointError) as error:
                 self._seen += 1
