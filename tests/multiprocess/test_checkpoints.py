@@ -138,7 +138,7 @@ def test_every_layout_reads_what_the_one_before_has_saved(tmp_path: Path) -> Non
         assert ranks_said[0]["loaded"] == before or not before, f"{where} found other tensors than were saved"
         assert sorted(ranks_said[0]["losses"]) == [step - 2, step - 1, step], where
         before = ranks_said[0]["digest"]
-    assert [save[1] for save in committed(tmp_path / "root")] == list(range(3, step + 1, 3))
+    assert set(range(3, step + 1, 3)) <= {saved for _, saved in committed(tmp_path / "root")}
 
 
 @pytest.mark.timeout(300)
