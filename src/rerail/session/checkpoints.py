@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rerail.checkpoint import catalog, names, saving
-from rerail.checkpoint.catalog import Step
+from rerail.checkpoint import saving
 from rerail.checkpoint.declining import decline
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import Keep
@@ -31,8 +30,9 @@ from rerail.checkpoint.schedule import Concurrent, Costs, EverySteps, Planned, W
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
 from rerail.errors import CheckpointError, StateError
-from rerail.session import compiled, loading, owed
+from rerail.session import compiled, owed
 from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.starting import Starter, device_of, told_by_rank_0
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -72,8 +72,6 @@ class Checkpoints:
         """The version whose save was begun last."""
         self._new_here = False
         """This process took the place of another, and has not yet looked at what that one owed."""
-        self._seen = 0
-        """Committed steps that were looked at on the start."""
         self.stall_s = 0.0
         """What the last snapshot for a save cost the trainer."""
 
@@ -118,8 +116,14 @@ class Checkpoints:
         """All ranks together: a new epoch for this start of the job."""
         if not self.on:
             return
-        claimed = self._claimed() if self._job.rank == 0 else 0
-        self.epoch = self._from_rank_0([claimed])[0]
+        claimed, problem = 0, CheckpointError("job.checkpoints(): rank 0 can write to none of the places; it says why")
+        try:
+            claimed = self._claimed() if self._job.rank == 0 else 0
+        except CheckpointError as error:
+            problem = error
+        self.epoch = told_by_rank_0(self._job, [claimed])[0]
+        if not self.epoch:
+            raise problem
         if self._job.rank == 0:
             owed.in_background(lambda: owed.give_up_older(self._tiers, self.epoch))
         self._plan_next()
@@ -206,7 +210,7 @@ class Checkpoints:
         if isinstance(self._when, EverySteps):
             self._plan_next()
             return
-        wish = torch.tensor([self._wish()], dtype=torch.int64, device=self._device())
+        wish = torch.tensor([self._wish()], dtype=torch.int64, device=device_of(job))
         if job.world_size > 1:
             with hearing.paused():
                 dist.all_reduce(wish, dist.ReduceOp.MAX)
@@ -240,7 +244,7 @@ class Checkpoints:
                     return
                 if time.monotonic() - began > PATIENCE_S and not told:
                     told = True
-                    self._say("waiting until the last checkpoint is written, and copied where it is to be")
+                    _say("waiting until the last checkpoint is written, and copied where it is to be")
 
     def _wish(self) -> int:
         step_s = statistics.median(self._job._durations) if self._job._durations else 0.0
@@ -293,101 +297,23 @@ class Checkpoints:
 
     def _tell(self, what: str, version: int, text: str) -> None:
         """To the user and, where there is one, to the journal."""
-        self._say(text)
+        _say(text)
         if self._job._rejoin is not None:
             self._job._rejoin.note(f"checkpoint.{what}", version, text)
-
-    def _say(self, text: str) -> None:
-        print(f"rerail: {text}", file=sys.stderr, flush=True)
 
     # --- loading ---
 
     def restore(self) -> bool:
         """Load the newest step that every rank can read. False if there is none. All ranks together."""
-        job = self._job
-        steps = catalog.whole(self._reachable() if job.rank == 0 else [], self._passed_over)
-        while True:
-            chosen = self._from_rank_0(self._candidate(next(steps, None)) if job.rank == 0 else [0] * 5)
-            if not chosen[0]:
-                if chosen[1]:
-                    # Beginning anew beside damaged steps, or with half of one loaded, would be worse than stopping.
-                    places = ", ".join(tier.url for tier in self._tiers)
-                    raise CheckpointError(
-                        f"no checkpoint in {places} can be read (the reasons are above). rerail ckpt verify tells more; to begin anew, "
-                        "give job.checkpoints() another place"
-                    )
-                return False
-            started, problem = time.monotonic(), ""
-            try:
-                tier = self._tiers[chosen[4]]
-                step = catalog.open_step(tier, StepId(*chosen[1:4]))
-                loading.load(job, step)
-            except (OSError, CheckpointError, StateError) as error:
-                problem = str(error)
-                text = f"rank {job.rank}: {tier.url}/{StepId(*chosen[1:4]).folder} is passed over: {problem}"
-                self._tell("passed_over", chosen[2], text)
-            if self._all_well(not problem):
-                self.newest = job._version
-                self._plan_next()
-                if job.rank == 0:
-                    took = time.monotonic() - started
-                    self._tell(
-                        "loaded",
-                        chosen[2],
-                        f"starts from the checkpoint of step {chosen[2]} in {tier.url} ({took:.2f} s)",
-                    )
-                return True
+        if not Starter(self._job, self._tiers, self._tell).start():
+            return False
+        self.newest = self._job._version
+        self._plan_next()
+        return True
 
-    def _reachable(self) -> list[Tier]:
-        """Places that can be looked at. The others may hold the newest step, so that beginning anew is out of question."""
-        found = []
-        for tier in self._tiers:
-            try:
-                for one in catalog.folders(tier):
-                    if not one.committed and names.COPYING not in tier.names(one.id.folder):
-                        self._tell(
-                            "passed_over",
-                            one.id.step,
-                            f"{tier.url}/{one.id.folder} was never finished and does not count",
-                        )
-                found.append(tier)
-            except (OSError, CheckpointError) as error:
-                self._seen += 1
-                self._tell(
-                    "failed", -1, f"{tier.url} cannot be reached, and what lies there is not considered: {error}"
-                )
-        return found
 
-    def _candidate(self, step: Step | None) -> list[int]:
-        """[1, epoch, step, generation, tier] of a step; [0, how many there were, ...] when there is none left."""
-        if step is None:
-            return [0, self._seen, 0, 0, 0]
-        self._seen += 1
-        return [1, *step.id, self._tiers.index(step.tier)]
-
-    def _passed_over(self, found: catalog.Found, error: Exception) -> None:
-        self._seen += 1
-        self._tell("passed_over", found.id.step, f"{found.tier.url}/{found.id.folder} is passed over: {error}")
-
-    def _from_rank_0(self, numbers: list[int]) -> list[int]:
-        if self._job.world_size == 1:
-            return numbers
-        told = torch.tensor(numbers, dtype=torch.int64, device=self._device())
-        with hearing.paused():
-            dist.broadcast(told, 0)
-        return [int(number) for number in told.tolist()]
-
-    def _device(self) -> torch.device:
-        """Where a small collective can take place; a plain job may have NCCL alone."""
-        return self._job.device if dist.is_initialized() and dist.get_backend() == "nccl" else torch.device("cpu")
-
-    def _all_well(self, well: bool) -> bool:
-        if self._job.world_size == 1:
-            return well
-        told = torch.tensor([int(well)], dtype=torch.int64, device=self._device())
-        with hearing.paused():
-            dist.all_reduce(told, dist.ReduceOp.MIN)
-        return bool(told.item())
+def _say(text: str) -> None:
+    print(f"rerail: {text}", file=sys.stderr, flush=True)
 
 
 def _job_name() -> str:
