@@ -1,6 +1,6 @@
 """The script of the checkpoint tests: one small model in any layout, saved as it goes, with a digest of all its tensors.
 
-    saved.py LAYOUT STEPS ROOT,... [--every N] [--sleep S] [--planned] [--loaded] [--die WHEN@RANK@STEP]
+    saved.py LAYOUT STEPS ROOT,... [--every N] [--sleep S] [--planned] [--bare] [--loaded] [--die WHEN@RANK@STEP]
 
 Dropout, BatchNorm, a scheduler, a shuffled loader, a parameter too short for every rank to have a part of it, and an
 object with a tensor of its own. Prints one JSON line per step, and at the end a digest of the whole tensors by name:
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--planned", action="store_true")
+    parser.add_argument("--bare", action="store_true", help="track nothing but the model and its optimizer")
     parser.add_argument("--loaded", action="store_true", help="print a digest before the first step, too")
     parser.add_argument("--die", default="", metavar="before@RANK@STEP or inside@RANK@STEP")
     args = parser.parse_args()
@@ -146,7 +147,9 @@ def main() -> None:
     torch.manual_seed(100 + lane)
     data = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(lane))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=BATCH, shuffle=True)
-    job.track(model=model, optimizer=optimizer, scheduler=scheduler, totals=totals)
+    job.track(model=model, optimizer=optimizer)
+    if not args.bare:
+        job.track(scheduler=scheduler, totals=totals)
     job.checkpoints(*args.root.split(","), when=Planned() if args.planned else args.every)
     first = True
     for (batch,) in job.steps(loader, until=args.steps):
@@ -160,9 +163,10 @@ def main() -> None:
             loss.backward()
             time.sleep(args.sleep)
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
-            totals.add()
+            if not args.bare:
+                scheduler.step()
+                totals.add()
         if job.version >= 0:
             say(rank=job.rank, pid=os.getpid(), step=job.version, loss=float(loss.detach()))
     say(rank=job.rank, digest=digest(model, optimizer, totals))

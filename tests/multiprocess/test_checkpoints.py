@@ -42,17 +42,17 @@ def later_losses(run: Run, first: int) -> dict[tuple[int, int], float]:
     return {place: loss for place, loss in run.losses.items() if place[1] > first}
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("layout", "more"), [("ddp", ()), ("fsdp", ()), ("fsdp", ("--bare",))])
 @pytest.mark.timeout(400)
 def test_a_rank_is_killed_then_the_whole_job_and_the_bits_are_those_of_a_quiet_run(
-    start: Start, tmp_path: Path, layout: str
+    start: Start, tmp_path: Path, layout: str, more: tuple[str, ...]
 ) -> None:
-    quiet = start(layout, str(STEPS), str(tmp_path / "quiet"), ranks=2, script=SCRIPT)
+    quiet = start(layout, str(STEPS), str(tmp_path / "quiet"), *more, ranks=2, script=SCRIPT)
     quiet.finish()  # without a pause between steps, so that saves are left out: the disk is never waited for
     assert committed(tmp_path / "quiet")[-1] == (1, STEPS)
 
     root = tmp_path / "root"
-    first = start(layout, str(STEPS), str(root), "--sleep", "0.2", ranks=2, script=SCRIPT)
+    first = start(layout, str(STEPS), str(root), "--sleep", "0.2", *more, ranks=2, script=SCRIPT)
     first.reach(6)
     first.send(1, signal.SIGKILL)
     # on a busy machine a save in between may be left out
@@ -61,7 +61,7 @@ def test_a_rank_is_killed_then_the_whole_job_and_the_bits_are_those_of_a_quiet_r
     assert len(first.pids[1]) == 2, first.told("a replaced rank 1")
     saved = committed(root)
 
-    second = start(layout, str(STEPS), str(root), ranks=2, script=SCRIPT)
+    second = start(layout, str(STEPS), str(root), *more, ranks=2, script=SCRIPT)
     second.finish()
     assert min(step for _, step in second.losses) == saved[-1][1] + 1, second.told("to go on behind the newest save")
     assert second.losses == later_losses(quiet, saved[-1][1])

@@ -22,6 +22,7 @@ from rerail.errors import CheckpointError
 from rerail.session import compiled, loading
 from rerail.session.checkpoints import Checkpoints
 from rerail.session.cursor import Cursor
+from rerail.session.pieces import Pieces
 from rerail.session.tracked import Tracked
 
 FAR = "memory://far-away"
@@ -206,6 +207,28 @@ def test_every_save_that_may_be_under_way_has_a_slot(tmp_path: Path) -> None:
     assert found.in_flight == 1
     found.configure([str(tmp_path)], Concurrent(in_flight=3), None, False)
     assert found.in_flight == 3
+
+
+def test_state_that_comes_later_is_found_however_little_is_tracked() -> None:
+    """An optimizer has no state before its first step, and a buffer may be None at first: nothing is looked up once for all."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("seen", None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.add("optimizer", optimizer)
+    pieces = Pieces(tracked, 0, 1)
+    found = pieces.all()
+    assert {piece.name for piece in found} == {"model.weight", "model.bias"}
+    assert pieces.all() is found, "the plan is kept while nothing changes"
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names = {piece.name for piece in pieces.all()}
+    assert {"optimizer.state.model.weight.exp_avg", "optimizer.state.model.bias.step"} <= names
+    model.seen = torch.zeros(2)
+    assert "model.seen" in {piece.name for piece in pieces.all()}
+    model.add_module("more", nn.Linear(2, 2))
+    assert "model.more.weight" in {piece.name for piece in pieces.all()}
 
 
 def test_the_layout_is_told_in_words() -> None:

@@ -8,7 +8,7 @@ Called by `session.snapshotting` and `session.loading`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,10 @@ class Pieces:
         self._tracked, self._rank, self._world = tracked, rank, world_size
         self._covered: dict[int, set[int]] = {}
         self._places: list[tuple[_Place, int]] = []
-        self._sizes: list[tuple[MutableMapping[str, Any], int]] = []
+        self._sizes: list[tuple[Sized, int]] = []
+        """Of everything that a tensor may be added to, the empty ones included: optimizers begin without any state."""
+        self._empty: list[tuple[Mapping[Any, Any], Any]] = []
+        """Places that hold something else, such as None."""
         self._found: list[Piece] = []
         self._own_buffers = False
 
@@ -67,8 +70,14 @@ class Pieces:
         self._covered = self._tracked.ddp_members()
         places = list(self._walk())
         self._places = [(place, _address(place.tensor)) for place in places]
-        containers = {id(place.container): place.container for place in places}
-        self._sizes = [(container, len(container)) for container in containers.values()]
+        holding, counted = self._containers()
+        self._sizes = [(container, len(container)) for container in (*holding, *counted)]
+        self._empty = [
+            (container, key)
+            for container in holding
+            for key, value in container.items()
+            if not isinstance(value, torch.Tensor)
+        ]
         self._found = [self._at(place) for place in places]
         everyone = set(self._tracked.replicas(self._rank, self._world))
         for name, tensor in self._object_tensors().items():
@@ -145,7 +154,21 @@ class Pieces:
         return bool(self._places) and (
             all(place.holds(address) for place, address in self._places)
             and all(len(container) == size for container, size in self._sizes)
+            and not any(isinstance(container.get(key), torch.Tensor) for container, key in self._empty)
         )
+
+    def _containers(self) -> tuple[list[Mapping[Any, Any]], list[Sized]]:
+        """What holds tensors, and what holds what holds them."""
+        holding: list[Mapping[Any, Any]] = []
+        counted: list[Sized] = []
+        for module in self._tracked.modules.values():
+            for part in module.modules():
+                holding += [part._parameters, part._buffers]
+                counted.append(part._modules)
+        for optimizer in self._tracked.optimizers.values():
+            holding += optimizer.state.values()
+            counted += [optimizer.state, *(group["params"] for group in optimizer.param_groups)]
+        return holding, counted
 
     def _walk(self) -> Iterator[_Place]:
         seen: set[int] = set()
