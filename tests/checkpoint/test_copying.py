@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ from rerail.errors import CheckpointError
 
 LIMIT_S = 30.0
 FOLDER = StepId(1, 20, 0).folder
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -31,20 +31,6 @@ from rerail.errors import CheckpointError, StateError
 LIMIT_S = 60.0
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def alone() -> Iterator[Job]:
-    made = Job(world_size=1)
-    yield made
-    made.close()
-
-
 def saved(outcomes: list[Outcome]) -> None:
     assert all(outcome.ok for outcome in outcomes), outcomes
 

@@ -40,7 +40,7 @@ class Persister:
         self._busy: set[StepId] = set()
         self._threads: list[threading.Thread] = []
         self._copier = Copier(self._tell)
-        self._tidied: tuple[Order, str] | None = None
+        self._newest: tuple[Order, str] | None = None
         """What was committed last, and where: steps that were busy when others were removed are to go at the end."""
 
     def run(self) -> None:
@@ -56,8 +56,8 @@ class Persister:
         for thread in self._threads:
             thread.join()
         self._copier.close()
-        if self._tidied is not None:
-            _tidy(*self._tidied)
+        if self._newest is not None:
+            _tidy(*self._newest)
 
     def _carry_out(self, order: Order) -> None:
         told, committed = False, ""
@@ -68,7 +68,7 @@ class Persister:
                 if outcome.ok and order.rank == min(order.group):
                     committed = outcome.url
             if committed:
-                self._tidied = order, committed
+                self._newest = order, committed
                 if committed != order.tiers[-1]:
                     self._copier.offer(order, committed)
         except Exception as error:  # whatever it is: the rank must hear of it, and the next save must be tried
@@ -95,7 +95,8 @@ class Persister:
 def _tidy(order: Order, url: str) -> None:
     with contextlib.suppress(OSError, CheckpointError):
         tier = tier_at(url)
-        prune(tier, order.keep, max(found.id for found in catalog.folders(tier) if found.committed), set())
+        committed = (found.id for found in catalog.folders(tier) if found.committed)
+        prune(tier, order.keep, max(committed, default=order.id), set())
 
 
 def main() -> None:

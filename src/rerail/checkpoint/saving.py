@@ -13,7 +13,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -84,10 +84,7 @@ def claim_epoch(tier: Tier, job: str, others: Sequence[Tier] = ()) -> int:
     Another tier that cannot be reached is left out: a job must be able to start without it.
     """
     tier.make_folder("")
-    elsewhere = 0
-    for one in others:
-        with contextlib.suppress(OSError, CheckpointError):
-            elsewhere = max(elsewhere, newest_epoch(one))
+    elsewhere = _newest_reachable(other.url for other in others)
     while True:
         epoch = max(newest_epoch(tier), elsewhere) + 1
         body = msgspec.json.encode({"job": job, "claimed_at": time.time()})
@@ -101,6 +98,14 @@ def newest_epoch(tier: Tier) -> int:
     claimed = [epoch for name in tier.names() if (epoch := names.epoch_of(name)) is not None]
     saved = [step.epoch for name in tier.names() if (step := names.step_of(name)) is not None]
     return max([*claimed, *saved], default=0)
+
+
+def _newest_reachable(urls: Iterable[str]) -> int:
+    found = [0]
+    for url in urls:
+        with contextlib.suppress(OSError, CheckpointError):
+            found.append(newest_epoch(tier_at(url)))
+    return max(found)
 
 
 def carry_out(order: Order, arena: Arena, busy: Callable[[], set[StepId]]) -> Iterator[Outcome]:
@@ -287,14 +292,9 @@ def _commit(tier: Tier, commit: Commit) -> None:
 
 def insist_on_newest(order: Order) -> None:
     """An old job must not go on writing, to any of the tiers that can be read."""
-    found = [0]
-    for url in order.tiers:
-        with contextlib.suppress(OSError, CheckpointError):
-            found.append(newest_epoch(tier_at(url)))
-    if max(found) > order.epoch:
-        raise CheckpointError(
-            f"another job (epoch {max(found)}) has begun to write here; this one is epoch {order.epoch}"
-        )
+    newest = _newest_reachable(order.tiers)
+    if newest > order.epoch:
+        raise CheckpointError(f"another job (epoch {newest}) has begun to write here; this one is epoch {order.epoch}")
 
 
 def _wait_for_commit(tier: Tier, order: Order) -> None:

@@ -250,14 +250,12 @@ def _copy(args: argparse.Namespace) -> int:
     with progress(f"step {step.id.step}", step.size) as advance:
         new = copy_step(step, target, progress=advance)
     told = {"step": step.id.step, "to": target.url, "size": step.size, "copied": new}
-    text = f"step {step.id.step}: {size_text(step.size)} copied to {target.url}, and read back"
-    print(
-        msgspec.json.encode(told).decode()
-        if args.json
-        else text
-        if new
-        else f"{target.url} has step {step.id.step} already"
-    )
+    if args.json:
+        print(msgspec.json.encode(told).decode())
+    elif new:
+        print(f"step {step.id.step}: {size_text(step.size)} copied to {target.url}, and read back")
+    else:
+        print(f"{target.url} has step {step.id.step} already")
     return GOOD
 
 

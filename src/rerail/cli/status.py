@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from rerail.detect.process import signal_name
 from rerail.report.summary import find_run, reading, reports
 
 ASK_S = 2.0
@@ -58,7 +59,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _how(code: int) -> str:
-    name = f" (stopped by {signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
+    name = f" (stopped by {signal_name(code - 128)})" if code - 128 in set(signal.Signals) else ""
     return f"ended with exit code {code}{name}"
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 import msgspec
 
 from rerail.config import EXIT_FAILED, JobSpec, Settings
+from rerail.detect.process import signal_name
 from rerail.errors import UsageError
 from rerail.runtime import lastwill, memory, processes
 from rerail.runtime.processes import say
@@ -173,7 +174,7 @@ class Launcher:
         return None
 
     def _start_again(self, helper: _Helper, status: int) -> bool:
-        how = f"was killed ({_signal_name(-status)})" if status < 0 else f"failed (exit code {status})"
+        how = f"was killed ({signal_name(-status)})" if status < 0 else f"failed (exit code {status})"
         if helper.worn_out:
             say(
                 f"the {helper.name} {how}, for the {RESTARTS + 1}th time within {WINDOW_S:.0f} s: giving up\n"
@@ -211,7 +212,7 @@ class Launcher:
         """The first asks the agent to end the job in good order; a second one means now."""
         if self._signals and self._asked_at is None:
             self._asked_at = time.monotonic()
-            say(f"{_signal_name(self._signals[0])}: ending the job; once more ends it at once")
+            say(f"{signal_name(self._signals[0])}: ending the job; once more ends it at once")
             self.agent.signal(self._signals[0])
         if len(self._signals) > 1 and self.agent.process is not None:
             say("ending at once")
@@ -287,10 +288,6 @@ def check(spec: JobSpec) -> None:
             raise UsageError(f"{folder} cannot be made: {error.strerror}", hint="choose another --run-dir") from error
         if not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"{folder} is not writable", hint="choose another --run-dir or --log-dir")
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in signal.Signals._value2member_map_ else f"signal {number}"
 
 
 def run(spec: JobSpec, settings: Settings) -> int:

@@ -70,19 +70,19 @@ def capture() -> RandomState:
     devices = tuple(_bytes(state) for state in torch.cuda.get_rng_state_all()) if cuda_in_use() else ()
     python_mark, numpy_mark = _python_mark(), _numpy_mark()
     last = _seen
-    if (
-        last is not None
-        and last.python_mark == python_mark
-        and last.state.python_gauss == _python.gauss_next
-        and last.numpy_mark == numpy_mark
-        and not (last.state.numpy is not None and last.state.numpy[2])  # a number kept back shows in no mark
-        and last.state.torch_cpu == torch_cpu
-        and last.state.devices == devices
-    ):
+    python = last.state.python if last is not None and last.python_mark == python_mark else _python_words()
+    same_numpy = last is not None and last.numpy_mark == numpy_mark and not _keeps_back(last.state)
+    numpy = last.state.numpy if last is not None and same_numpy else _numpy_state()
+    state = RandomState(python, _python.gauss_next, torch_cpu, numpy, devices)
+    if last is not None and state == last.state:
         return last.state
-    state = RandomState(_python_words(), _python.gauss_next, torch_cpu, _numpy_state(), devices)
     _seen = _Seen(state, python_mark, numpy_mark)
     return state
+
+
+def _keeps_back(state: RandomState) -> bool:
+    """Whether NumPy's normal distribution keeps a number back, which shows in no mark."""
+    return state.numpy is not None and bool(state.numpy[2])
 
 
 def _view(address: int) -> memoryview:
