@@ -21,11 +21,19 @@ def test_a_killed_rank_is_replaced_and_the_weights_are_the_same(start: Start, un
     run.reach(15)
     run.send(2, signal.SIGKILL)
     run.finish()
-    assert kept_their_processes(run, 2), run.pids
+    assert kept_their_processes(run, 2), run.told(f"one new process, for rank 2, not {run.pids}")
     assert run.digests == undisturbed(style, "60"), run.told("the same weights")
     (report,) = run.reports()
     assert (report["rung"], report["ranks"], report["attempts"], report["ok"]) == ("replace_rank", [2], 1, True)
     assert report["code"] == "process.killed"
+
+
+def test_a_rank_dies_in_the_middle_of_a_large_message(start: Start, undisturbed: Digests) -> None:
+    """gloo forgets whoever waits for a message that is half sent."""
+    run = start("ddp", "30", "--fault", "midway@2@15")
+    run.finish()
+    assert kept_their_processes(run, 2), run.told(f"one new process, for rank 2, not {run.pids}")
+    assert run.digests == undisturbed("ddp", "30"), run.told("the same weights")
 
 
 def test_rank_0_which_serves_the_store_is_replaced_like_any_other(start: Start, undisturbed: Digests) -> None:

@@ -110,7 +110,8 @@ def once(mark: str) -> bool:
 
 
 def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
-    """`before`: raise ahead of the backward pass. `skew`: die behind it, while another rank dawdles."""
+    """`raise`: ahead of the backward pass. `skew`: die behind it, while another rank dawdles. `midway`: die while most
+    of a message is still to come."""
     for name, victim, at in (one.split("@") for one in fault.split(",") if one):
         if step != int(at):
             continue
@@ -121,6 +122,11 @@ def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
             raise ConnectionError("the metrics server went away")
         if name == "always" and where == "before" and rank == int(victim):
             raise ValueError("this batch is bad")
+        if name == "midway" and where == "before":
+            work = dist.broadcast(torch.full((40_000_000,), float(rank)), 0, async_op=True)
+            if rank == int(victim) and once(f"midway{at}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            work.wait()
         if name == "skew" and where == "after" and not Path(os.environ["TEST_DIR"], f"done{at}").exists():
             if rank == int(victim):
                 time.sleep(0.3)

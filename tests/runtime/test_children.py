@@ -176,3 +176,15 @@ def test_a_lowered_priority_is_raised_with_the_assignment() -> None:
         assert gone(child.pid)
 
     asyncio.run(main())
+
+
+def test_a_replaced_child_that_was_collected_with_the_orphans_has_ended_too() -> None:
+    """Its end is seen once, not over and over: the descriptor that tells it must be let go of."""
+
+    async def body(child: Child, heard: Heard) -> None:
+        child.disown()
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)  # as `end_orphans` does, ahead of the loop
+        assert await child.wait(20) and not child.alive
+
+    with_child(body)

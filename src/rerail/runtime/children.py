@@ -211,13 +211,15 @@ class Child:
         return self.ended.is_set()
 
     def _exited(self) -> None:
-        info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if info is None:
-            return
-        if info.si_status != 0:
-            # While the zombie holds the number, the group cannot be a stranger's. After a clean end its
-            # background work may go on until the job ends.
-            processes.kill_group(self.pid)
+        # A process that was replaced may have been collected with the orphans; then nobody asks how it ended.
+        with contextlib.suppress(ChildProcessError):
+            info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if info is None:
+                return
+            if info.si_status != 0:
+                # While the zombie holds the number, the group cannot be a stranger's. After a clean end its
+                # background work may go on until the job ends.
+                processes.kill_group(self.pid)
         status = self.process.wait()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)

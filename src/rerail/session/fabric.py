@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from rerail.errors import FencedError, StepInterrupted
-from rerail.session import sockets
+from rerail.session import sockets, waiting
 from rerail.session.c10d import PrefixStore, Store, cuda_in_use
 from rerail.session.heard import Hearing
 from rerail.session.store import ReplaceableStore, dial, serve
@@ -77,6 +77,8 @@ class Fabric:
         self._laid = threading.Event()
         """Set when the wires of the generation being formed are laid, or not wanted any more."""
         self._retired: list[tuple[int, object]] = []
+        self._left: list[object] = []
+        self.promises = waiting.Promises()
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
         self._newest_since = 0
@@ -139,6 +141,9 @@ class Fabric:
         for group in groups:
             group.cut()
         sockets.cut(store)
+        threading.Thread(
+            target=self.promises.free, args=(lambda: not self.cuts,), name="rerail-free", daemon=True
+        ).start()
         if before is not None:
             # A peer died while wires were being laid. Those laid so far belong to no group yet, and more may follow.
             threading.Thread(target=self._keep_cutting, args=(before,), name="rerail-cut", daemon=True).start()
@@ -150,6 +155,15 @@ class Fabric:
         lock to deliver an error.
         """
         self._retired.append((self.generation, wires))
+
+    def leave(self, wires: object) -> None:
+        """One of their threads is stuck: they are kept for as long as this process lives, or taking them apart would
+        wait for it."""
+        self._left.append(wires)
+
+    def cut_since(self) -> float:
+        """When the wires of this generation were cut (monotonic); 0.0: they were not."""
+        return self.cut_at if self.cuts else 0.0
 
     def _keep_cutting(self, before: set[tuple[int, int]]) -> None:
         while self._before_forming is before:

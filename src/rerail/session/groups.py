@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
-from rerail.session import sockets, solo
+from rerail.session import sockets, solo, waiting
 from rerail.session.c10d import PrefixStore, Store, finished_work, gloo_options
 from rerail.session.fabric import Mode, fabric, hearing
 
 BACKEND = "rerail"
+_MESSAGES = ("send", "recv", "recv_anysource")
 _Type = ProcessGroup.BackendType
 
 
@@ -33,18 +34,24 @@ class RelayedWork(dist.Work):
     FSDP2 and pipeline schedules never meet an exception in the middle of a pass.
     """
 
-    def __init__(self, inner: Any, outputs: list[torch.Tensor] | None) -> None:
+    def __init__(self, inner: Any, name: str, group: ReplaceableGroup, outputs: list[torch.Tensor] | None) -> None:
         super().__init__()
         self._inner = inner
+        self._wait_for = waiting.wait_aside if name in _MESSAGES else waiting.wait
+        self._group = group
         self._outputs = outputs
-        """What an allreduce works on, where its future may carry an error; None where it cannot."""
+        """What gloo works on; None where NCCL does, whose waits neither block nor break."""
+        self._settles = name == "allreduce" and outputs is not None
         self.on_success: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
-            self._inner.wait() if timeout is None else self._inner.wait(timeout)
+            if self._outputs is not None:
+                self._wait_for(self._inner, timeout, self._group.stuck)
+            else:
+                self._inner.wait() if timeout is None else self._inner.wait(timeout)
         except RuntimeError as error:
-            fabric.failed(error)
+            self._group.broke(error)
             fabric.alone_or_raise()
         else:
             if self.on_success is not None:
@@ -69,16 +76,11 @@ class RelayedWork(dist.Work):
     def get_future(self) -> Any:
         """DDP's reducer waits for futures: a broken gloo collective gives the tensors as they are, not an error."""
         future = self._inner.get_future()
-        return future if self._outputs is None else future.then(self._settle)
+        if not self._settles or self._outputs is None:
+            return future
+        return fabric.promises.promise(future, self._outputs, self._group.stuck, self._group.broke)
 
     getFuture = get_future
-
-    def _settle(self, future: Any) -> Any:
-        try:
-            return future.value()
-        except RuntimeError as error:
-            fabric.failed(error)
-            return self._outputs
 
 
 class Wires(NamedTuple):
@@ -99,6 +101,7 @@ class ReplaceableGroup(ProcessGroup):
         self._timeout = timeout
         self._inner: ProcessGroup | None = None
         self._connections: set[tuple[int, int]] = set()
+        self._severed: set[tuple[int, int]] = set()
         self._nccl: Any = None
         self._name = self._desc = ""
 
@@ -125,6 +128,7 @@ class ReplaceableGroup(ProcessGroup):
     def adopt(self, wires: Wires) -> None:
         """Use these from now on."""
         self._inner, self._connections, self._nccl = wires
+        self._severed = set()
 
     def _gloo(self, store: Store) -> tuple[Any, set[tuple[int, int]]]:
         """A gloo backend and its connections, so that we can cut them and no others."""
@@ -146,11 +150,22 @@ class ReplaceableGroup(ProcessGroup):
     def cut(self) -> None:
         """Free everyone who waits in this group, from any thread."""
         connections, self._connections = self._connections, set()
+        self._severed |= connections
         sockets.cut(connections)
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             with contextlib.suppress(RuntimeError):
                 nccl.abort()
+
+    def stuck(self) -> waiting.Stuck:
+        """To be asked whether what is still under way after a cut will never end."""
+        return waiting.Stuck(fabric.cut_since, lambda: not sockets.still_open(self._severed))
+
+    def broke(self, error: RuntimeError) -> None:
+        """A collective of this group failed, or was left behind."""
+        if isinstance(error, waiting.LeftBehind) and self._inner is not None:
+            fabric.leave(self._inner)
+        fabric.failed(error)
 
     def disconnect(self) -> None:
         """Let the wires of an older generation go."""
@@ -181,8 +196,8 @@ class ReplaceableGroup(ProcessGroup):
                 fabric.begin(work)
                 if work is None:  # NCCL gives none where the caller does not want to wait
                     return finished_work(solo.outputs_of(name, args))
-                settles = name == "allreduce" and self._nccl is None
-                relayed = RelayedWork(work, solo.outputs_of(name, args) if settles else None)
+                by_gloo = self._nccl is None or _on_cpu(args)
+                relayed = RelayedWork(work, name, self, solo.outputs_of(name, args) if by_gloo else None)
                 if hearing.active:
                     number = hearing.number(self.key, name)
                     outputs = solo.outputs_of(name, args)
@@ -233,6 +248,14 @@ def _create(options: Any, backend_options: Any) -> ReplaceableGroup:
     if fabric.mode is Mode.LIVE:
         group.adopt(group.connect(PrefixStore(f"made/{fabric.generation}", options.store)))
     return group
+
+
+def _on_cpu(args: tuple[Any, ...]) -> bool:
+    """Whether the first tensor of a collective's arguments is on the CPU."""
+    first = args[0] if args else None
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    return isinstance(first, torch.Tensor) and first.device.type == "cpu"
 
 
 def _inner_parts(backend: str) -> list[tuple[str, str]]:

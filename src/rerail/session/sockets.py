@@ -40,6 +40,17 @@ def established(sockets: set[tuple[int, int]]) -> set[tuple[int, int]]:
     return {(fd, inode) for fd, inode in sockets if _is_tcp(fd) and not _listening_port(fd)}
 
 
+def still_open(sockets: set[tuple[int, int]]) -> bool:
+    """Whether their owner has not closed all of them yet."""
+    for fd, inode in sockets:
+        try:
+            if os.fstat(fd).st_ino == inode:
+                return True
+        except OSError:
+            continue
+    return False
+
+
 def cut(sockets: set[tuple[int, int]]) -> int:
     """Shut these connections down in both directions; how many were still there."""
     done = 0

@@ -1,0 +1,177 @@
+"""Waits for gloo's collectives such that the waiter can always be freed.
+
+When a connection ends, gloo tells the buffers it has not begun with. One that is half sent or half received is
+forgotten, and whoever waits for it waits until the group's timeout. So nobody here waits inside gloo for good: when the
+wires are cut, closed and quiet, the rest is left behind. Called by `session.groups`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LOOK_EVERY_S = 0.1
+QUIET_LOOKS = 3
+"""So many looks in a row must find gloo's threads asleep before a collective is left behind."""
+LEAVE_AFTER_S = 10.0
+"""A cut connection that gloo does not even close is blocked by a buffer that is gone: nothing comes from it any more."""
+_SLICE = timedelta(seconds=LOOK_EVERY_S)
+_WORKER = "(pt_gloo_runloop"
+
+
+class LeftBehind(RuntimeError):
+    """The collective will not end by itself."""
+
+
+class Stuck:
+    """Asked at every look: is what this group still has under way stuck for good, and harmless?
+
+    Harmless means that nothing can write into its tensors any more: the connections are closed, and none of the threads
+    that copy and add is running.
+    """
+
+    def __init__(self, cut_at: Callable[[], float], closed: Callable[[], bool]) -> None:
+        self._cut_at, self._closed = cut_at, closed
+        self._quiet = 0
+
+    def __call__(self) -> bool:
+        cut_at = self._cut_at()
+        if not cut_at:
+            self._quiet = 0
+            return False
+        if time.monotonic() - cut_at >= LEAVE_AFTER_S:
+            return True
+        self._quiet = self._quiet + 1 if self._closed() and _workers_asleep() else 0
+        return self._quiet >= QUIET_LOOKS
+
+
+def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
+    """Wait for a collective that gloo's own threads carry out. RuntimeError when it broke or is stuck."""
+    until = time.monotonic() + timeout.total_seconds() if timeout else 0.0
+    stuck: Stuck | None = None
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # says how it ended: it may have been well, a moment after the slice was over
+                return
+            if until and time.monotonic() >= until:
+                raise
+        stuck = stuck or judge()
+        if stuck():
+            _left_behind()
+
+
+def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
+    """Wait for a send or a receive: it can only be waited for as a whole, so another thread does, and may be left."""
+    aside: _Aside | None = getattr(_own, "aside", None)
+    if aside is None:
+        aside = _own.aside = _Aside()
+    aside.works.put((work, timeout))
+    stuck: Stuck | None = None
+    while True:
+        try:
+            outcome = aside.outcomes.get(timeout=LOOK_EVERY_S)
+        except queue.Empty:
+            stuck = stuck or judge()
+            if stuck():
+                _own.aside = None
+                raise LeftBehind("a message was left behind after its connection was cut") from None
+            continue
+        if outcome is not None:
+            raise outcome
+        return
+
+
+class Promises:
+    """Futures for collectives. Each is kept exactly once: when gloo ends the collective, or when that is stuck."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Callable[[Callable[[], Any]], None]] = {}
+        self._judges: dict[int, Callable[[], Stuck]] = {}
+
+    def promise(
+        self,
+        inner: Any,
+        outputs: list[torch.Tensor],
+        judge: Callable[[], Stuck],
+        on_error: Callable[[RuntimeError], None],
+    ) -> Any:
+        """A future that carries the tensors as they are where `inner` would carry an error."""
+        devices: list[int | str | torch.device] = list({t.device for t in outputs if t.device.type != "cpu"})
+        own: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
+        key = id(own)
+
+        def keep(result: Callable[[], Any]) -> None:
+            try:
+                value = result()
+            except RuntimeError as error:
+                on_error(error)
+                value = outputs
+            own.set_result(value)
+
+        self._judges[key], self._open[key] = judge, keep
+        inner.add_done_callback(lambda done: self._keep(key, done.value))
+        return own
+
+    def free(self, over: Callable[[], bool]) -> None:
+        """After a cut: keep what gloo will not. Ends when the repair is `over`, or nothing more can be stuck."""
+        until = time.monotonic() + LEAVE_AFTER_S + 1
+        stuck: dict[int, Stuck] = {}
+        while not over() and time.monotonic() < until:
+            time.sleep(LOOK_EVERY_S)
+            for key, judge in list(self._judges.items()):
+                if stuck.setdefault(key, judge())():
+                    self._keep(key, _left_behind)
+
+    def _keep(self, key: int, result: Callable[[], Any]) -> None:
+        self._judges.pop(key, None)
+        keep = self._open.pop(key, None)
+        if keep is not None:
+            keep(result)
+
+
+def _left_behind() -> Any:
+    raise LeftBehind("a collective was left behind after its connections were cut")
+
+
+class _Aside:
+    """A thread that waits in another's place."""
+
+    def __init__(self) -> None:
+        self.works: queue.SimpleQueue[tuple[Any, timedelta | None]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="rerail-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            work, timeout = self.works.get()
+            try:
+                work.wait(timeout) if timeout else work.wait()
+                self.outcomes.put(None)
+            except RuntimeError as error:
+                self.outcomes.put(error)
+            del work  # its tensors are not ours to keep
+
+
+_own = threading.local()
+
+
+def _workers_asleep() -> bool:
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name, _, rest = (task / "stat").read_text().rpartition(")")
+        except OSError:
+            continue  # ended meanwhile
+        if _WORKER in name and rest.split(maxsplit=1)[0] not in "SI":
+            return False
+    return True
