@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,17 @@ from typing import Any
 import msgspec
 
 from rerail.errors import ConfigError
+
+DEPOTS = "RERAIL_DEPOTS"
+"""In a rank's environment: host:port of every node's depot, in the order of the nodes."""
+DEPOT_PORT = "RERAIL_DEPOT_PORT"
+"""In an agent's environment: the port of its own node's depot."""
+DEPOT_SOCKET = "RERAIL_DEPOT_SOCKET"
+"""In a depot's environment: the descriptor it listens on."""
+DEPOT_KEY = "RERAIL_DEPOT_KEY"
+"""In a rank's environment: what it needs to know to be let in there."""
+_MEMORY = re.compile(r"memory:(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -104,6 +116,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Steps between memory snapshots; 0 lets rerail choose so that they cost at most `snapshot_cost` of the time."""
     snapshot_cost: float = 0.0025
     """Share of the step time that snapshots may take when `snapshot_every` is 0."""
+    node_store: str = ""
+    """What every node keeps for the place `nodes://`: `memory:8GiB`, or a directory of its own. Nothing by default: it takes memory, and each node then listens for the others."""
 
 
 def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ, **explicit: Any) -> Settings:
@@ -112,10 +126,10 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ,
     if path is not None:
         values.update(_from_file(path))
     known = {field.name: field.type for field in msgspec.structs.fields(Settings)}
-    for name in known:
+    for name, kind in known.items():
         raw = env.get(f"RERAIL_{name.upper()}")
         if raw is not None:
-            values[name] = _number(raw, f"environment variable RERAIL_{name.upper()}")
+            values[name] = raw if kind is str else _number(raw, f"environment variable RERAIL_{name.upper()}")
     values.update({name: value for name, value in explicit.items() if value is not None})
     try:
         settings = msgspec.convert(values, Settings)
@@ -157,8 +171,20 @@ def _number(raw: str, origin: str) -> int | float:
             raise ConfigError(f"{origin} is {raw!r}, but a number is needed") from None
 
 
+def node_memory(node_store: str) -> int:
+    """Bytes of memory that the setting `node_store` asks for; 0 if it names a directory instead."""
+    found = _MEMORY.fullmatch(node_store)
+    if found:
+        return int(float(found[1]) * _UNITS[found[2]])
+    if node_store.startswith("/"):
+        return 0
+    raise ConfigError(f"setting node_store is {node_store!r}, but memory:8GiB or an absolute directory is needed")
+
+
 def _check_ranges(settings: Settings) -> None:
+    if settings.node_store:
+        node_memory(settings.node_store)
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
-        if value < 0:
+        if not isinstance(value, str) and value < 0:
             raise ConfigError(f"setting {field.name} is {value}, but must not be negative")

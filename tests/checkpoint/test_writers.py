@@ -120,6 +120,39 @@ def test_a_coordinator_that_never_decides_is_not_waited_for_forever(tmp_path: Pa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_once_the_rank_is_gone_the_others_are_not_waited_for_to_the_deadline(
+    tmp_path: Path, job: Job, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was ended while some ranks had begun a save and others had not."""
+    monkeypatch.setattr(saving, "GONE_S", 0.1)
+    job.stage(5)
+    order = job.order(5, [tmp_path], rank, deadline_s=600.0)
+    (outcome,) = saving.carry_out(order, job.arenas[rank], set, lambda: True)
+    assert not outcome.ok and "after this rank was gone" in outcome.notes[0]
+
+
+def _removed_while_rank_1_waits(job: Job, tmp_path: Path) -> Outcome:
+    tier, step = FileTier(tmp_path), StepId(1, 3, 0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(job.save, 3, [tmp_path], [1])
+        while names.manifest_name(1) not in tier.names(step.folder):
+            threading.Event().wait(0.01)
+        tier.remove(step.folder)
+        return waiting.result(20)[0]
+
+
+def test_a_rank_that_looks_too_late_is_content_with_a_newer_step(tmp_path: Path, job: Job) -> None:
+    """Saves may follow each other faster than a rank looks, and the rules may keep the last one only."""
+    assert all(outcome.ok for outcome in job.save(6, [tmp_path]))
+    assert _removed_while_rank_1_waits(job, tmp_path).ok
+
+
+def test_a_step_that_is_removed_before_it_is_committed_was_not_saved(tmp_path: Path, job: Job) -> None:
+    outcome = _removed_while_rank_1_waits(job, tmp_path)
+    assert not outcome.ok and "removed before it was committed" in outcome.notes[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_all_ranks_go_to_the_next_tier_if_one_cannot_write(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, rank: int, code: int

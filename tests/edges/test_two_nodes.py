@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,17 @@ from edge_helpers import TRAIN, Run, free_port, running
 pytestmark = pytest.mark.timeout(170)
 
 
+SAVED = str(Path(__file__).parent.parent / "multiprocess" / "saved.py")
+
+
 def node(
-    folder: Path, number: int, port: int, *arguments: str, ranks: int = 2
+    folder: Path, number: int, port: int, *arguments: str, ranks: int = 2, script: str = TRAIN, **env: str
 ) -> contextlib.AbstractContextManager[Run]:
     flags = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(ranks), "--rdzv-id", "pair")
     # each node has an address of its own, so that nothing passes by listening on the other's
     place = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", f"127.0.0.{number + 1}", "--standbys", "1")
-    env = {"RERAIL_TOKEN": "the same on both", "RERAIL_NODE": f"node{number}"}
-    return running(folder / str(number), *flags, *place, TRAIN, *arguments, env=env)
+    env = {"RERAIL_TOKEN": "the same on both", "RERAIL_NODE": f"node{number}", **env}
+    return running(folder / str(number), *flags, *place, script, *arguments, env=env)
 
 
 @contextlib.contextmanager
@@ -85,6 +89,53 @@ def test_a_frozen_node_is_given_up_and_its_zombies_end_when_it_thaws(tmp_path: P
         for pid in zombies:
             second.await_end(pid)
         finish(first, second, hold)
+
+
+def saving(folder: Path, number: int, port: int, store: str, steps: int = 60) -> contextlib.AbstractContextManager[Run]:
+    """A node that keeps its own state and the other's, in memory or in a directory."""
+    arguments = ("fsdp", str(steps), "nodes://", "--every", "5", "--sleep", "0.02")
+    return node(folder, number, port, *arguments, script=SAVED, RERAIL_NODE_STORE=store, TEST_DIR=str(folder))
+
+
+def digests(*runs: Run) -> set[str]:
+    """Of all four ranks, when they have come to the end."""
+    for run in runs:
+        assert run.ended() == 0, run.story()
+        run.leaves_nothing()
+    return set(re.findall(r'"rank": \d, "digest": "\w+"', "".join(run.out for run in runs)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with running(folder, "--nproc-per-node", "4", SAVED, "fsdp", "60", str(folder / "saved")) as run:
+        return digests(run)
+
+
+def test_a_lost_node_finds_its_state_in_the_memory_of_the_other(tmp_path: Path, undisturbed: set[str]) -> None:
+    port, store = free_port(), "memory:64MiB"
+    with saving(tmp_path / "a", 0, port, store) as first, saving(tmp_path / "a", 1, port, store) as second:
+        first.line("checkpoint of step 20 saved to nodes://")
+        second.signal(signal.SIGKILL)  # of its launcher: everything of that node goes, its memory, too
+        second.leaves_nothing()
+        with saving(tmp_path / "b", 1, port, store) as third:
+            found = first.line(r"starts from the checkpoint of step (\d+) in nodes://")
+            assert int(found[1]) >= 20, first.story()
+            assert digests(first, third) == undisturbed and len(undisturbed) == 4, first.story() + third.story()
+
+
+def test_the_next_run_finds_on_one_disk_what_another_has_lost(tmp_path: Path, undisturbed: set[str]) -> None:
+    port, store = free_port(), str(tmp_path / "kept")
+    with saving(tmp_path / "a", 0, port, store) as first, saving(tmp_path / "a", 1, port, store) as second:
+        first.line("checkpoint of step 20 saved to nodes://")
+        first.signal(signal.SIGINT)
+        assert first.ended() == 130 and second.ended() != 0
+        first.leaves_nothing()
+    shutil.rmtree(tmp_path / "kept" / "node0")
+    with saving(tmp_path / "b", 0, port, store) as first, saving(tmp_path / "b", 1, port, store) as second:
+        found = first.line(r"starts from the checkpoint of step (\d+) in nodes://")
+        assert int(found[1]) >= 20, first.story()
+        assert digests(first, second) == undisturbed, first.story() + second.story()
 
 
 def test_a_node_that_never_comes(tmp_path: Path) -> None:

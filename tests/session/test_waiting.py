@@ -97,8 +97,8 @@ def test_a_future_is_kept_with_the_tensors_as_they_are(half: Callable[[str], Hal
 
 def test_a_collective_that_is_only_slow_is_waited_for(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    code = f"import time, torch; from stopping_peer import gloo; group = gloo({path!r}, 1); time.sleep(0.5); "
-    code += "group.allreduce(torch.ones(4)).wait()"
+    code = f"import os, time, torch; from stopping_peer import gloo; group = gloo({path!r}, 1); time.sleep(0.5); "
+    code += "group.allreduce(torch.ones(4)).wait(); os._exit(0)"
     peer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
     group, tensor = gloo(path, 0), torch.ones(4)
     waiting.wait(group.allreduce(tensor), None, lambda: waiting.Stuck(lambda: 0.0, lambda: True))

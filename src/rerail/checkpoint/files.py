@@ -33,6 +33,8 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EN
 class FileTier:
     """A directory on a local or shared file system."""
 
+    lasting = True
+
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.url = str(self.root)

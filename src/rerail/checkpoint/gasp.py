@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from rerail.checkpoint import names
+from rerail.checkpoint import names, nodes
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.saving import Order, Outcome, carry_out
 from rerail.checkpoint.tiers import tier_at
@@ -32,7 +32,10 @@ def orders_of(arena: Arena) -> dict[int, Order]:
             text = arena.meta(seal.version).order
             if text:
                 order = msgspec.json.decode(text, type=Order)
-                found[seal.version] = msgspec.structs.replace(order, read_back=False, deadline_s=DEADLINE_S)
+                lasting = tuple(url for url in order.tiers if url != nodes.URL)  # the nodes go down as this one does
+                if lasting:
+                    changes = {"tiers": lasting, "read_back": False, "deadline_s": DEADLINE_S}
+                    found[seal.version] = msgspec.structs.replace(order, **changes)
         except (msgspec.DecodeError, StateError):
             continue
     return found

@@ -32,6 +32,8 @@ def _driver() -> Iterator[None]:
 class ObjectTier:
     """A folder of a bucket."""
 
+    lasting = True
+
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:

@@ -22,6 +22,7 @@ from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import prune
 from rerail.checkpoint.saving import Order, Outcome, carry_out
 from rerail.checkpoint.tiers import tier_at
+from rerail.config import DEPOTS
 from rerail.errors import CheckpointError
 
 LONGEST = 1 << 17
@@ -40,6 +41,8 @@ class Persister:
         self._busy: set[StepId] = set()
         self._threads: list[threading.Thread] = []
         self._copier = Copier(self._tell)
+        self._gone = threading.Event()
+        """The rank is gone or done."""
         self._newest: tuple[Order, str] | None = None
         """What was committed last, and where: steps that were busy when others were removed are to go at the end."""
 
@@ -48,11 +51,14 @@ class Persister:
         while data := self._link.recv(LONGEST):
             order = decoder.decode(data)
             self._arena.refresh()
+            if order.depots:
+                os.environ[DEPOTS] = order.depots
             with self._lock:
                 self._busy.add(order.id)
             thread = threading.Thread(target=self._carry_out, args=(order,), name=f"rerail-save-{order.version}")
             thread.start()
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        self._gone.set()
         for thread in self._threads:
             thread.join()
         self._copier.close()
@@ -62,7 +68,7 @@ class Persister:
     def _carry_out(self, order: Order) -> None:
         told, committed = False, ""
         try:
-            for outcome in carry_out(order, self._arena, self._under_way):
+            for outcome in carry_out(order, self._arena, self._under_way, self._gone.is_set):
                 told = True
                 self._tell(outcome)
                 if outcome.ok and order.rank == min(order.group):

@@ -60,6 +60,7 @@ def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[
 
     `busy` are steps that are being saved or copied: they are left alone.
     """
+    keep = keep if tier.lasting else Keep(last=1)  # memory is dear, and was compared as it was filled
     whole: list[Commit] = []
     verified: set[StepId] = set()
     unfinished: list[StepId] = []

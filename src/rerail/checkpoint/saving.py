@@ -19,7 +19,7 @@ import msgspec
 
 from rerail.checkpoint import manifest, names
 from rerail.checkpoint.arena import Arena, Meta
-from rerail.checkpoint.catalog import Step, check_whole
+from rerail.checkpoint.catalog import Step, check_whole, folders
 from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
 from rerail.checkpoint.names import StepId
@@ -30,6 +30,9 @@ from rerail.errors import CheckpointError
 
 TRIES = 2
 """Times a rank writes its shard to one tier, each time to a new file."""
+GONE_S = 10.0
+"""Seconds to wait for the other ranks once this rank itself is gone, in addition to what the save has taken so far: they
+may be gone, too, and never have begun it."""
 _LOOK_S = (0.01, 0.5)
 """Seconds between two looks for the others' files: the first, and the longest."""
 
@@ -46,6 +49,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     tiers: tuple[str, ...]
     """Where to, in order; the next one only if the one before failed. Those behind get copies."""
+    depots: str = ""
+    """What `config.DEPOTS` is by now: a node that was lost may be back elsewhere."""
     keep: Keep = Keep()
     job: str = ""
     layout: dict[str, str] = {}
@@ -108,19 +113,44 @@ def _newest_reachable(urls: Iterable[str]) -> int:
     return max(found)
 
 
-def carry_out(order: Order, arena: Arena, busy: Callable[[], set[StepId]]) -> Iterator[Outcome]:
+class Patience:
+    """How long one save waits for the other ranks."""
+
+    def __init__(self, limit_s: float, gone: Callable[[], bool]) -> None:
+        self._limit_s, self._gone = limit_s, gone
+        self._began, self._gone_at = time.monotonic(), 0.0
+
+    def until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Look until the condition holds. CheckpointError when that takes too long."""
+        since, pause = time.monotonic(), _LOOK_S[0]
+        while not condition():
+            now = time.monotonic()
+            if self._gone() and not self._gone_at:
+                self._gone_at = now
+            if now - since > self._limit_s:
+                raise CheckpointError(f"{what()} after {self._limit_s:.0f} s")
+            if self._gone_at and now - self._gone_at > GONE_S + self._gone_at - self._began:
+                raise CheckpointError(f"{what()} {now - self._gone_at:.0f} s after this rank was gone")
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S[1])
+
+
+def carry_out(
+    order: Order, arena: Arena, busy: Callable[[], set[StepId]], gone: Callable[[], bool] = lambda: False
+) -> Iterator[Outcome]:
     """Save to the first tier that takes it, then look after what is there.
 
-    `busy`: saves under way, whose folders are not to be tidied up.
+    `busy`: saves under way, whose folders are not to be tidied up. `gone`: whether the rank has ended meanwhile.
     """
     started, notes = time.monotonic(), list[str]()
+    patience = Patience(order.deadline_s, gone)
     if not arena.lock_for_reading(order.version):
         notes.append("the snapshot was overwritten before it could be saved")
         yield Outcome(version=order.version, ok=False, notes=tuple(notes))
         return
     try:
         meta = arena.meta(order.version)
-        saved = _to_first_tier(order, arena, meta, notes)
+        saved = _to_first_tier(order, arena, meta, notes, patience)
     finally:
         arena.unlock(order.version)
     seconds = time.monotonic() - started
@@ -131,11 +161,13 @@ def carry_out(order: Order, arena: Arena, busy: Callable[[], set[StepId]]) -> It
         _look_after(*saved, order, busy)
 
 
-def _to_first_tier(order: Order, arena: Arena, meta: Meta, notes: list[str]) -> tuple[Tier, RankManifest] | None:
+def _to_first_tier(
+    order: Order, arena: Arena, meta: Meta, notes: list[str], patience: Patience
+) -> tuple[Tier, RankManifest] | None:
     for url in order.tiers:
         try:
             tier = tier_at(url)
-            return tier, _save_to(tier, order, arena, meta, notes)
+            return tier, _save_to(tier, order, arena, meta, notes, patience)
         except (OSError, CheckpointError) as error:
             notes.append(f"it cannot be saved to {url}: {error}")
     return None
@@ -143,7 +175,7 @@ def _to_first_tier(order: Order, arena: Arena, meta: Meta, notes: list[str]) -> 
 
 def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[[], set[StepId]]) -> None:
     try:
-        if order.read_back:
+        if order.read_back and tier.lasting:
             verify(tier, order.id.folder, written)
             tier.put(f"{order.id.folder}/{names.verified_name(order.rank)}", b"")
     except (OSError, CheckpointError) as error:
@@ -156,7 +188,7 @@ def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[
             prune(tier, order.keep, order.id, busy())
 
 
-def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
+def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str], patience: Patience) -> RankManifest:
     folder = order.id.folder
     try:
         tier.make_folder(folder)
@@ -168,9 +200,9 @@ def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str
             _abort(tier, folder, f"rank {order.rank}: {error}")
         raise
     if order.rank == min(order.group):
-        _commit_when_whole(tier, order)
+        _commit_when_whole(tier, order, patience)
     else:
-        _wait_for_commit(tier, order)
+        _wait_for_commit(tier, order, patience)
     return written
 
 
@@ -239,7 +271,7 @@ def _described(order: Order, meta: Meta, file: str, hashes: Sequence[str]) -> Ra
     )
 
 
-def _commit_when_whole(tier: Tier, order: Order) -> None:
+def _commit_when_whole(tier: Tier, order: Order, patience: Patience) -> None:
     folder = order.id.folder
     wanted = {names.manifest_name(rank): rank for rank in order.group}
     failures = {names.failure_name(rank): rank for rank in order.group}
@@ -254,7 +286,7 @@ def _commit_when_whole(tier: Tier, order: Order) -> None:
         return [rank for name, rank in wanted.items() if name not in there]
 
     try:
-        _look_until(lambda: not missing(), order.deadline_s, lambda: f"ranks {missing()} have not saved")
+        patience.until(lambda: not missing(), lambda: f"ranks {missing()} have not saved")
         texts = {rank: tier.get(f"{folder}/{name}", manifest.LARGEST) for name, rank in sorted(wanted.items())}
         entries = {str(rank): RankEntry(len(text), manifest.digest(text)) for rank, text in texts.items()}
         insist_on_newest(order)
@@ -297,7 +329,7 @@ def insist_on_newest(order: Order) -> None:
         raise CheckpointError(f"another job (epoch {newest}) has begun to write here; this one is epoch {order.epoch}")
 
 
-def _wait_for_commit(tier: Tier, order: Order) -> None:
+def _wait_for_commit(tier: Tier, order: Order, patience: Patience) -> None:
     folder = order.id.folder
 
     def decided() -> bool:
@@ -307,20 +339,18 @@ def _wait_for_commit(tier: Tier, order: Order) -> None:
         if names.ABORT in there:
             told = tier.get(f"{folder}/{names.ABORT}", 1 << 16).decode(errors="replace")
             raise CheckpointError(f"given up by the coordinator: {told}")
-        return False
+        return names.manifest_name(order.rank) not in there and _replaced(tier, order.id)
 
-    _look_until(decided, order.deadline_s, lambda: "the coordinator has neither committed nor given up")
+    patience.until(decided, lambda: "the coordinator has neither committed nor given up")
+
+
+def _replaced(tier: Tier, step: StepId) -> bool:
+    """Its folder is gone. Whether that is because a newer step has been committed meanwhile."""
+    if any(found.committed and found.id > step for found in folders(tier)):
+        return True
+    raise CheckpointError("it was removed before it was committed")
 
 
 def _abort(tier: Tier, folder: str, why: str) -> None:
     with contextlib.suppress(OSError):
         tier.put(f"{folder}/{names.ABORT}", why.encode())
-
-
-def _look_until(condition: Callable[[], bool], limit_s: float, what: Callable[[], str]) -> None:
-    until, pause = time.monotonic() + limit_s, _LOOK_S[0]
-    while not condition():
-        if time.monotonic() > until:
-            raise CheckpointError(f"{what()} after {limit_s:.0f} s")
-        time.sleep(pause)
-        pause = min(2 * pause, _LOOK_S[1])

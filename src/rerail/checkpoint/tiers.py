@@ -20,7 +20,12 @@ Source = Callable[[int, int], memoryview]
 class Tier(Protocol):
     """A place for checkpoints. Every path is `folder/name` or `name`, made by `checkpoint.names`."""
 
-    url: str
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def lasting(self) -> bool:
+        """False: it holds the newest step only, whatever the rules say, and goes when the job does."""
 
     def names(self, folder: str = "") -> list[str]:
         """Names in a folder, files and folders alike; none if it is not there."""
@@ -54,6 +59,10 @@ def tier_at(url: str) -> Tier:
         from rerail.checkpoint.files import FileTier
 
         return FileTier(rest if separator else url)
+    if scheme == "nodes" and not rest:
+        from rerail.checkpoint.nodes import of_this_job
+
+        return of_this_job()
     if not rest:
         raise CheckpointError(
             f"{url!r} is not a place for checkpoints: a path or a URL such as s3://bucket/folder is needed"

@@ -5,7 +5,7 @@ Called by `recover.execute` when ranks are started or replaced. Pure.
 
 from __future__ import annotations
 
-from rerail.config import JobSpec
+from rerail.config import DEPOTS, JobSpec
 from rerail.runtime.fleet import Fleet, Rank
 from rerail.runtime.wire import Assign
 
@@ -34,7 +34,17 @@ def environment(
         # rank 0 of the script itself opens the store; there is no store of an agent to share
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+    if found := depots(fleet):
+        values[DEPOTS] = found
     return {name: str(value) for name, value in values.items()}
+
+
+def depots(fleet: Fleet) -> str:
+    """host:port of every node's depot, in the order of the nodes; empty if not all of them have one."""
+    agents = [fleet.agents[node] for node in fleet.placed()]
+    return (
+        ",".join(f"{agent.address}:{agent.depot_port}" for agent in agents) if all(a.depot_port for a in agents) else ""
+    )
 
 
 def assignment(

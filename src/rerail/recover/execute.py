@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from rerail.config import JobSpec, Settings
 from rerail.flow import Action, Decision, OutcomeKind, Rung, new_id
-from rerail.recover.assign import assignment, environment
+from rerail.recover.assign import assignment, depots, environment
 from rerail.recover.plan import Infeasible, choose_sources
 from rerail.runtime.fleet import Agent, Fleet, Rank, RankState
 from rerail.runtime.wire import (
@@ -295,6 +295,7 @@ class Execution:
             store_port=port,
             store_rank=self._store_rank,
             version=choice.version,
+            depots=depots(fleet),
             sources=choice.sources,
         )
         self.marks.version, self.marks.sources = choice.version, choice.sources

@@ -51,6 +51,7 @@ class Admission:
         if known is not None and known.incarnation == hello.incarnation:
             known.link, known.gone_since, known.heard = link, None, now
             known.address, known.ready = hello.address, hello.standbys_ready
+            known.depot_port = hello.depot_port
             return Greeting(agent=known, returned=True)
         self._arrivals += 1
         self._first_at = now if self._first_at is None else self._first_at
@@ -64,6 +65,7 @@ class Admission:
             link=link,
             arrival=known.arrival if known is not None else self._arrivals,
             ready=hello.standbys_ready,
+            depot_port=hello.depot_port,
         )
         self._fleet.agents[hello.node] = agent
         if len(self._fleet.connected()) >= self._spec.min_nodes and self._min_since is None:

@@ -19,7 +19,7 @@ import uuid
 
 import msgspec
 
-from rerail.config import EXIT_FAILED, JobSpec, Settings
+from rerail.config import DEPOT_PORT, EXIT_FAILED, JobSpec, Settings
 from rerail.detect import hang
 from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
@@ -256,6 +256,7 @@ class Agent:
             incarnation=self.incarnation,
             ranks=tuple(slot.status() for slot in placed),
             standbys_ready=self._standby_counts()[0],
+            depot_port=int(os.environ.get(DEPOT_PORT, 0)),
         )
         # The last words before a connection broke may not have arrived; all of them can be heard twice.
         again = [message for slot in placed for message in (*slot.said, slot.unsettled) if message is not None]

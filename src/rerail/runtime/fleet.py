@@ -123,6 +123,7 @@ class Agent:
     gone_since: float | None = None
     """Monotonic seconds when the connection broke; None while it stands."""
     arrival: int = 0
+    depot_port: int = 0
     ready: int = 0
     warming: int = 0
     pids: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Turns a job description into an agent and, on the node that hosts it, a controller; and ends with nothing left behind.
 
-It is kept tiny, so that it has no reason to die: it starts the two, starts them again when they are killed, passes
-signals on, adopts and ends orphans, and returns the job's exit code. Called by `rerail run`.
+It is kept tiny, so that it has no reason to die: it starts the two (and a depot, where one is asked for), starts them again
+when they are killed, passes signals on, adopts and ends orphans, and returns the job's exit code. Called by `rerail run`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from types import FrameType
 
 import msgspec
 
-from rerail.config import EXIT_FAILED, JobSpec, Settings
+from rerail.config import DEPOT_KEY, DEPOT_PORT, DEPOT_SOCKET, EXIT_FAILED, JobSpec, Settings, node_memory
 from rerail.detect.process import signal_name
 from rerail.errors import UsageError
 from rerail.runtime import lastwill, memory, processes
 from rerail.runtime.processes import say
 
-AGENT, CONTROLLER = "agent", "controller"
-MODULES = {AGENT: "rerail.runtime.agent", CONTROLLER: "rerail.runtime.controller"}
+AGENT, CONTROLLER, DEPOT = "agent", "controller", "depot"
+MODULES = {AGENT: "rerail.runtime.agent", CONTROLLER: "rerail.runtime.controller", DEPOT: "rerail.checkpoint.depot"}
 EXIT_CRASHED = 70
 """What agent and controller exit with when they fail by a defect of their own."""
 EXIT_CANNOT_START = 2
@@ -101,8 +101,14 @@ class Launcher:
         # Kept open here: what the ranks have in memory outlives their agent.
         self._memory = memory.make(spec.slots)
         told = {**env, memory.VARIABLE: memory.describe(self._memory)}
+        self.depot = _Helper(DEPOT, env)
+        if settings.node_store:
+            self._door = listen(spec.local_addr)  # stays open here, so that the depot's port stays the same
+            told[DEPOT_PORT] = str(self._door.getsockname()[1])
+            self.depot = _Helper(DEPOT, {**env, DEPOT_SOCKET: str(self._door.fileno())}, (self._door.fileno(),))
         self.agent = _Helper(AGENT, told, tuple(fd for one in self._memory for fd in one))
         self.controller = _Helper(CONTROLLER, env)
+        self._keeps_depot = bool(settings.node_store)
         self._signals: list[int] = []
         self._asked_at: float | None = None
         self._wake, self._waker = socket.socketpair()
@@ -115,6 +121,8 @@ class Launcher:
         try:
             with contextlib.suppress(OSError):
                 self._address_file.unlink()
+            if self._keeps_depot:
+                self.depot.start()
             self.agent.start()
             if self.spec.hosts_controller:
                 self.controller.start()
@@ -127,6 +135,8 @@ class Launcher:
             self._clean_up()
             arenas = [one.arena for one in self._memory] if code != 0 else []
             lastwill.carry_out(arenas, lambda: len(self._signals) > 1)
+            self.depot.signal(signal.SIGKILL)
+            self.depot.wait(CONTROLLER_GRACE_S)
             self._restore_signals(before)
 
     @property
@@ -139,7 +149,7 @@ class Launcher:
         """Until a signal comes (SIGCHLD for orphans included), the agent or the controller ends, or time is up."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
-            for helper in (self.agent, self.controller):
+            for helper in (self.agent, self.controller, self.depot):
                 if helper.pidfd >= 0:
                     selector.register(helper.pidfd, selectors.EVENT_READ)
             selector.select(1.0 if self._asked_at is not None else None)
@@ -150,7 +160,7 @@ class Launcher:
     def _look(self) -> int | None:
         """The job's exit code once there is one."""
         # First of all the dead are counted, so that no zombie of ours is taken for an orphan.
-        agent, controller = self.agent.collect(), self.controller.collect()
+        agent, controller, depot = self.agent.collect(), self.controller.collect(), self.depot.collect()
         if agent is not None:
             self._end_orphans()
             if 0 <= agent != EXIT_CRASHED:
@@ -167,6 +177,8 @@ class Launcher:
                 return EXIT_FAILED
             if not self._start_again(self.controller, controller):
                 return EXIT_FAILED
+        if depot is not None and self._asked_at is None:
+            self._start_again(self.depot, depot)  # the job can go on without
         self._reap_adopted()
         if self._asked_at is not None and time.monotonic() - self._asked_at > self.spec.shutdown_grace_s + HARD_END_S:
             say("the agent did not end in time and is killed with all its ranks")
@@ -222,7 +234,7 @@ class Launcher:
 
     def _end_orphans(self) -> None:
         """What the agent has left behind: its ranks die with it, what they had started may not."""
-        keep = (self.agent.pid, self.controller.pid)
+        keep = (self.agent.pid, self.controller.pid, self.depot.pid)
         for _ in range(200):
             if not processes.end_orphans(keep):
                 break
@@ -230,7 +242,7 @@ class Launcher:
 
     def _reap_adopted(self) -> None:
         for pid in processes.children_of_self():
-            if pid not in (self.agent.pid, self.controller.pid):
+            if pid not in (self.agent.pid, self.controller.pid, self.depot.pid):
                 processes.reap(pid)
 
     def _clean_up(self) -> None:
@@ -255,11 +267,35 @@ def environment(spec: JobSpec, settings: Settings) -> dict[str, str]:
     env = dict(os.environ)
     if not env.get("RERAIL_TOKEN") and spec.max_nodes == 1:
         env["RERAIL_TOKEN"] = secrets.token_hex(16)
+    if settings.node_store and not node_memory(settings.node_store):
+        settings = msgspec.structs.replace(settings, node_store=str(Path(settings.node_store, store_name(spec))))
     env["RERAIL_SPEC"] = msgspec.json.encode(spec).decode()
     env["RERAIL_SETTINGS"] = msgspec.json.encode(settings).decode()
     env["RERAIL_LAUNCHER"] = str(os.getpid())
     env.setdefault("RERAIL_NODE", node_name(spec))
+    if settings.node_store:
+        import hashlib  # here, because most jobs start without it
+        import hmac
+
+        key = f"depot of {spec.job}".encode()  # ranks must not know the token itself
+        env[DEPOT_KEY] = hmac.new(env.get("RERAIL_TOKEN", "").encode(), key, hashlib.sha256).hexdigest()
     return env
+
+
+def store_name(spec: JobSpec) -> str:
+    """What a node's own part of the store's directory is called: the same in the next run, and another one for each node,
+    should they share the directory."""
+    name = os.environ.get("RERAIL_NODE") or f"{socket.gethostname()}-{max(spec.node_rank, 0)}"
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name).lstrip(".") or "node"
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens where the other nodes reach this one, and nowhere else."""
+    try:
+        family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where, family=family, backlog=1024)
+    except OSError as error:
+        raise UsageError(f"this node's depot cannot listen on {address}: {error}", hint="set --local-addr") from error
 
 
 def node_name(spec: JobSpec) -> str:

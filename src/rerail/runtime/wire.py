@@ -47,6 +47,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The rank whose process serves the store; chosen among survivors, so that no node is special."""
     version: int
     """Completed updates to resume from; 0 in a new job."""
+    depots: str = ""
+    """Where every node keeps checkpoints for the others (`config.DEPOTS`): a node that is back may have moved."""
     sources: dict[int, Source]
 
 
@@ -238,6 +240,8 @@ class AgentHello(Message, frozen=True, kw_only=True):
     """Changes when the agent process is a new one: then its old ranks are gone."""
     ranks: tuple[RankStatus, ...] = ()
     standbys_ready: int = 0
+    depot_port: int = 0
+    """Where this node keeps checkpoints for the others; 0: it does not."""
 
 
 class PortPicked(Message, frozen=True, kw_only=True):

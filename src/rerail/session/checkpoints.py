@@ -29,6 +29,7 @@ from rerail.checkpoint.saving import Order, Outcome
 from rerail.checkpoint.schedule import Concurrent, Costs, EverySteps, Planned, When
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
+from rerail.config import DEPOTS
 from rerail.errors import CheckpointError, StateError
 from rerail.session import compiled, owed
 from rerail.session.fabric import Mode, fabric, hearing
@@ -154,6 +155,12 @@ class Checkpoints:
             self._new_here = self._new_here or not self.epoch
             self.epoch, self.next_save, self._generation = self.epoch or epoch, next_save, generation
 
+    def moved(self, depots: str) -> None:
+        """The nodes of the job keep their checkpoints here from now on."""
+        if depots and depots != os.environ.get(DEPOTS):
+            os.environ[DEPOTS] = depots
+            self._tiers = [tier_at(tier.url) for tier in self._tiers]
+
     # --- saving ---
 
     def due(self, version: int) -> bool:
@@ -173,6 +180,7 @@ class Checkpoints:
             group=tuple(range(job.world_size)),
             world_size=job.world_size,
             tiers=tuple(tier.url for tier in self._tiers),
+            depots=os.environ.get(DEPOTS, ""),
             keep=self._keep,
             job=_job_name(),
             metrics=dict(self._metrics),

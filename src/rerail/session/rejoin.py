@@ -239,6 +239,7 @@ class Rejoiner:
         connected = time.monotonic()
         # From here until all is loaded this rank is not whole, and a fault must not find it called so.
         self._intact = self._intact and plan.sources[job.rank].kind == "own"
+        job._checkpoints.moved(plan.depots)
         restore.by_plan(job, plan, self._inherited)
         self._intact = self._joined = True
         fabric.collectives = 0  # counted from here on every rank alike, a newcomer included: who is behind can be seen

@@ -1,0 +1,157 @@
+"""The process on each node that keeps checkpoints for the other nodes: `python -m rerail.checkpoint.depot`.
+
+It serves one tier, in its memory or in a directory of the node, to whoever knows the job's key. Started by
+`runtime.launcher`, with which it ends; spoken to through `checkpoint.remote`. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+
+from rerail.checkpoint import calls
+from rerail.checkpoint.calls import MOST, Answer, Call, checked_path
+from rerail.checkpoint.files import FileTier
+from rerail.checkpoint.header import to_page
+from rerail.checkpoint.memory import MemoryTier
+from rerail.checkpoint.tiers import Source, Tier
+from rerail.config import DEPOT_KEY, DEPOT_SOCKET, node_memory, settings_of_rank
+from rerail.errors import CheckpointError
+
+PATIENCE_S = 60.0
+"""Seconds the other side may take in the middle of a call."""
+_LARGEST_CHUNK = 64 << 20
+
+
+def store_of(setting: str) -> Tier:
+    """What the setting `node_store` names, as a tier."""
+    memory = node_memory(setting)
+    return MemoryTier(memory) if memory else FileTier(setting)
+
+
+class Depot:
+    """Serves a tier; one thread for each connection."""
+
+    def __init__(self, listening: socket.socket, tier: Tier, key: str) -> None:
+        self._listening, self._tier, self._key = listening, tier, key
+
+    def serve(self) -> None:
+        """Until the listening socket is closed."""
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(sock,), name="rerail-depot", daemon=True).start()
+
+    def _talk(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError, CheckpointError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(PATIENCE_S)
+            if not calls.challenge(sock, self._key):
+                return
+            while True:
+                sock.settimeout(None)  # between two calls a caller may take its time
+                call = calls.receive_call(sock)
+                sock.settimeout(PATIENCE_S)
+                self._answer(sock, call)
+
+    def _answer(self, sock: socket.socket, call: Call) -> None:
+        """Errors of the tier go to the caller; errors of the connection end it."""
+        data = bytearray(self._announced(call))
+        calls.receive_into(sock, memoryview(data))
+        lost: list[BaseException] = []
+        try:
+            answer, found = self._carried_out(sock, call, bytes(data), lost)
+        except (OSError, CheckpointError) as error:
+            if lost:
+                raise lost[0] from error
+            kinds = (FileNotFoundError, FileExistsError, CheckpointError)
+            kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
+            answer, found = Answer(error=kind.__name__, text=str(error)[:2000]), b""
+        calls.send(sock, answer, found)
+
+    def _announced(self, call: Call) -> int:
+        size = call.size if call.method == "put" else 0
+        if not 0 <= size <= MOST:
+            raise CheckpointError(f"{size} bytes were announced; at most {MOST} are accepted")
+        return size
+
+    def _carried_out(
+        self, sock: socket.socket, call: Call, data: bytes, lost: list[BaseException]
+    ) -> tuple[Answer, memoryview | bytes]:
+        tier, path = self._tier, call.path
+        match call.method:
+            case "names":
+                return Answer(names=tier.names(checked_path(path, folder=True))), b""
+            case "size":
+                return Answer(size=tier.size(checked_path(path))), b""
+            case "get":
+                found = tier.get(checked_path(path), min(call.size, MOST))
+                return Answer(size=len(found)), found
+            case "read":
+                return self._read(call)
+            case "make_folder":
+                tier.make_folder(checked_path(path, folder=True))
+            case "put":
+                tier.put(checked_path(path), data, exclusive=call.exclusive)
+            case "put_large":
+                if not 4096 <= call.chunk <= _LARGEST_CHUNK or call.chunk % 4096 or call.size < 0:
+                    raise CheckpointError(f"{call.size} bytes in chunks of {call.chunk} are not accepted")
+                source = _Pulled(sock, call.chunk, lost)
+                return Answer(names=tier.put_large(checked_path(path), source.chunk, call.size, call.chunk)), b""
+            case "remove":
+                tier.remove(checked_path(path, folder=True) or _refuse("the whole store cannot be removed"))
+            case _:
+                _refuse(f"{call.method[:50]!r} is not known here")
+        return Answer(), b""
+
+    def _read(self, call: Call) -> tuple[Answer, memoryview]:
+        if not 0 <= call.size <= _LARGEST_CHUNK or call.offset < 0:
+            raise CheckpointError(f"{call.size} bytes at {call.offset} cannot be read")
+        buffer = memoryview(mmap.mmap(-1, to_page(call.size) or mmap.PAGESIZE))
+        with self._tier.reading(checked_path(call.path)) as read:
+            read(call.offset, buffer, call.size)
+        return Answer(size=call.size), buffer[: call.size]
+
+
+class _Pulled:
+    """A source whose bytes the caller has: asks for them as the tier does, whichever thread that is."""
+
+    def __init__(self, sock: socket.socket, chunk: int, lost: list[BaseException]) -> None:
+        self._sock, self._chunk, self._lost = sock, chunk, lost
+        self._lock = threading.Lock()
+        self._mine = threading.local()
+
+    @property
+    def chunk(self) -> Source:
+        return self._pull
+
+    def _pull(self, offset: int, size: int) -> memoryview:
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = memoryview(mmap.mmap(-1, to_page(self._chunk)))
+        buffer: memoryview = self._mine.buffer
+        with self._lock:
+            try:
+                calls.send(self._sock, Answer(want=offset, size=size))
+                calls.receive_into(self._sock, buffer[:size])
+            except OSError as error:
+                self._lost.append(error)
+                raise
+        return buffer
+
+
+def _refuse(why: str) -> str:
+    raise CheckpointError(why)
+
+
+def main() -> None:
+    listening = socket.socket(fileno=int(os.environ[DEPOT_SOCKET]))
+    Depot(listening, store_of(settings_of_rank().node_store), os.environ.pop(DEPOT_KEY)).serve()
+
+
+if __name__ == "__main__":
+    main()

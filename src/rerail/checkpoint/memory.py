@@ -1,0 +1,112 @@
+"""Checkpoints in the memory of one process: what a depot without a disk keeps. Called by `checkpoint.depot`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+
+from rerail.checkpoint.header import to_page
+from rerail.checkpoint.manifest import digest
+from rerail.checkpoint.tiers import Read, Source
+from rerail.errors import CheckpointError
+
+_Stored = bytes | memoryview
+
+
+class MemoryTier:
+    """Files by folder and name, `limit` bytes of them at most. Safe to use from many threads."""
+
+    lasting = False
+
+    def __init__(self, limit: int) -> None:
+        self.url = "memory"
+        self._limit, self._used = limit, 0
+        self._folders: dict[str, dict[str, _Stored]] = defaultdict(dict)
+        self._lock = threading.Lock()
+
+    def names(self, folder: str = "") -> list[str]:
+        with self._lock:
+            found = self._folders.get(folder, {})
+            return sorted([*found, *(name for name in self._folders if name)] if not folder else found)
+
+    def size(self, path: str) -> int:
+        return len(self._stored(path))
+
+    def get(self, path: str, limit: int) -> bytes:
+        found = self._stored(path)
+        if len(found) > limit:
+            raise CheckpointError(f"{path} has more than {limit} bytes")
+        return bytes(found)
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[Read]:
+        found = memoryview(self._stored(path))
+
+        def read(offset: int, buffer: memoryview, size: int) -> None:
+            if offset + size > len(found):
+                raise CheckpointError(f"{path} ends at byte {len(found)}: it has been cut short")
+            buffer[:size] = found[offset : offset + size]
+
+        yield read
+
+    def make_folder(self, folder: str) -> None:
+        with self._lock:
+            self._folders[folder] = self._folders[folder]
+
+    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
+        with self._room(len(data)):
+            self._store(path, bytes(data), exclusive=exclusive)
+
+    def put_large(self, path: str, source: Source, size: int, chunk: int) -> list[str]:
+        with self._room(size):
+            room = memoryview(mmap.mmap(-1, to_page(size) or mmap.PAGESIZE))[:size]
+            hashes = []
+            for offset in range(0, size, chunk):
+                here = min(chunk, size - offset)
+                room[offset : offset + here] = source(offset, here)[:here]
+                hashes.append(digest(room[offset : offset + here]))
+            self._store(path, room, exclusive=True)
+        return hashes
+
+    def remove(self, folder: str) -> None:
+        with self._lock:
+            self._used -= sum(len(stored) for stored in self._folders.pop(folder, {}).values())
+
+    @contextlib.contextmanager
+    def _room(self, size: int) -> Iterator[None]:
+        """Take that much of the limit; given back if the file does not come to be."""
+        with self._lock:
+            if self._used + size > self._limit:
+                what = f"{size} bytes do not fit: {self._used} of {self._limit} are in use"
+                raise OSError(errno.ENOSPC, what)
+            self._used += size
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._used -= size
+            raise
+
+    def _store(self, path: str, data: _Stored, *, exclusive: bool) -> None:
+        folder, _, name = path.rpartition("/")
+        with self._lock:
+            if folder and folder not in self._folders:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+            there = self._folders[folder].get(name)
+            if there is not None and exclusive:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._used -= len(there) if there is not None else 0
+            self._folders[folder][name] = data
+
+    def _stored(self, path: str) -> _Stored:
+        folder, _, name = path.rpartition("/")
+        with self._lock:
+            found = self._folders.get(folder, {}).get(name)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return found
