@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ QUIET_LOOKS = 3
 LEAVE_AFTER_S = 10.0
 """A cut connection that gloo does not even close is blocked by a buffer that is gone: nothing comes from it any more."""
 _SLICE = timedelta(seconds=LOOK_EVERY_S)
+_LEFT = "a collective was left behind after its connections were cut"
 _WORKER = "(pt_gloo_runloop"
 
 
@@ -68,7 +70,7 @@ def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> No
                 raise
         stuck = stuck or judge()
         if stuck():
-            _left_behind()
+            raise LeftBehind(_LEFT)
 
 
 def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
@@ -92,12 +94,18 @@ def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck])
         return
 
 
+class _Promise(NamedTuple):
+    own: Any
+    outputs: list[torch.Tensor]
+    judge: Callable[[], Stuck]
+    on_error: Callable[[RuntimeError], None]
+
+
 class Promises:
     """Futures for collectives. Each is kept exactly once: when gloo ends the collective, or when that is stuck."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Callable[[Callable[[], Any]], None]] = {}
-        self._judges: dict[int, Callable[[], Stuck]] = {}
+        self._open: dict[int, _Promise] = {}
 
     def promise(
         self,
@@ -107,20 +115,11 @@ class Promises:
         on_error: Callable[[RuntimeError], None],
     ) -> Any:
         """A future that carries the tensors as they are where `inner` would carry an error."""
-        devices: list[int | str | torch.device] = list({t.device for t in outputs if t.device.type != "cpu"})
+        devices: list[int | str | torch.device] = list({t.device for t in outputs if t.is_cuda})
         own: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
         key = id(own)
-
-        def keep(result: Callable[[], Any]) -> None:
-            try:
-                value = result()
-            except RuntimeError as error:
-                on_error(error)
-                value = outputs
-            own.set_result(value)
-
-        self._judges[key], self._open[key] = judge, keep
-        inner.add_done_callback(lambda done: self._keep(key, done.value))
+        self._open[key] = _Promise(own, outputs, judge, on_error)
+        inner.add_done_callback(partial(self._ended, key))
         return own
 
     def free(self, over: Callable[[], bool]) -> None:
@@ -129,19 +128,21 @@ class Promises:
         stuck: dict[int, Stuck] = {}
         while not over() and time.monotonic() < until:
             time.sleep(LOOK_EVERY_S)
-            for key, judge in list(self._judges.items()):
-                if stuck.setdefault(key, judge())():
-                    self._keep(key, _left_behind)
+            for key, promise in list(self._open.items()):
+                if stuck.setdefault(key, promise.judge())() and self._open.pop(key, None) is not None:
+                    promise.on_error(LeftBehind(_LEFT))
+                    promise.own.set_result(promise.outputs)
 
-    def _keep(self, key: int, result: Callable[[], Any]) -> None:
-        self._judges.pop(key, None)
-        keep = self._open.pop(key, None)
-        if keep is not None:
-            keep(result)
-
-
-def _left_behind() -> Any:
-    raise LeftBehind("a collective was left behind after its connections were cut")
+    def _ended(self, key: int, inner: Any) -> None:
+        promise = self._open.pop(key, None)
+        if promise is None:
+            return
+        try:
+            value = inner.value()
+        except RuntimeError as error:
+            promise.on_error(error)
+            value = promise.outputs
+        promise.own.set_result(value)
 
 
 class _Aside:
