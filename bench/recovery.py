@@ -149,7 +149,9 @@ def cost(folder: Path, scale: Scale) -> list[Figure]:
     every = [_more(*pair) for run in runs for pair in run]
     quartiles = " ".join(f"{value:.2f}" for value in statistics.quantiles(every))
     totals = " ".join(f"{_more(*map(sum, zip(*run, strict=True))):.2f}" for run in runs)
+    steps = " ".join(f"{1000 * statistics.median(without for _, without in run):.1f}" for run in runs)
     spread = f"{' '.join(f'{value:.2f}' for value in values)}; quartiles of pairs {quartiles}; whole runs {totals}"
+    spread += f"; step without rerail {steps} ms"
     return [
         Figure("cost when nothing fails, 20 ms step", "%", values, "<= 1 %", statistics.median(values) <= 1.0, spread)
     ]

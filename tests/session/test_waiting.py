@@ -36,6 +36,7 @@ class Half:
             "allreduce": lambda: self.group.allreduce(self.tensor),
         }[operation]()
         self.cut_at = 0.0
+        self.errors: list[RuntimeError] = []
         self._wait_until_frozen()
 
     def _wait_until_frozen(self) -> None:
@@ -48,8 +49,11 @@ class Half:
         self.cut_at = time.monotonic()
         assert sockets.cut(self._connections) == 1
 
-    def judge(self) -> waiting.Stuck:
+    def stuck(self) -> waiting.Stuck:
         return waiting.Stuck(lambda: self.cut_at, lambda: not sockets.still_open(self._connections))
+
+    def broke(self, error: RuntimeError) -> None:
+        self.errors.append(error)
 
     def end(self) -> None:
         self.peer.send_signal(signal.SIGKILL)
@@ -79,20 +83,17 @@ def test_a_waiter_is_freed_in_the_middle_of_a_transfer(half: Callable[[str], Hal
     threading.Timer(0.5, under_way.cut).start()
     wait = waiting.wait_aside if operation in ("send", "recv") else waiting.wait
     with pytest.raises(RuntimeError):
-        wait(under_way.work, None, under_way.judge)
+        wait(under_way.work, None, under_way.stuck)
     assert under_way.cut_at, "it was not the cut that freed it"
     assert not sockets.still_open(under_way._connections), "and gloo has let go of the connection"
 
 
 def test_a_future_is_kept_with_the_tensors_as_they_are(half: Callable[[str], Half]) -> None:
     under_way, promises = half("broadcast"), waiting.Promises()
-    errors: list[RuntimeError] = []
-    future = promises.promise(
-        under_way.work.get_future(), [under_way.tensor], under_way.judge, lambda error: errors.append(error)
-    )
+    future = promises.promise(under_way.work.get_future(), [under_way.tensor], under_way)
     under_way.cut()
     promises.free(future.done)
-    assert future.value() == [under_way.tensor] and len(errors) == 1
+    assert future.value() == [under_way.tensor] and len(under_way.errors) == 1
 
 
 def test_a_collective_that_is_only_slow_is_waited_for(tmp_path: Path) -> None:
@@ -109,5 +110,5 @@ def test_a_collective_that_is_only_slow_is_waited_for(tmp_path: Path) -> None:
 def test_a_timeout_of_the_caller_counts(half: Callable[[str], Half]) -> None:
     under_way = half("broadcast")
     with pytest.raises(RuntimeError, match="timed out"):
-        waiting.wait(under_way.work, timedelta(seconds=0.3), under_way.judge)
+        waiting.wait(under_way.work, timedelta(seconds=0.3), under_way.stuck)
     under_way.cut()

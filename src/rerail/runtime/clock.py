@@ -38,8 +38,8 @@ _HEARD_AT = HEADER + 2 * SLOT
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
-_SLOT_HEAD = struct.Struct("<qQQIII")  # version, lengths of body and rest, their crcs, crc of the five before
-_SLOT_FIELDS = struct.Struct("<qQQII")
+_PHASE_SINCE = struct.Struct("<QQ")
+_SLOT_HEAD = struct.Struct("<qQQII")  # version, lengths of body and rest, checksum of all of it, that of the rest alone
 
 
 class Phase(IntEnum):
@@ -52,7 +52,7 @@ class Phase(IntEnum):
     COMM = 2
     """Waiting for a collective."""
     UPDATE = 3
-    """Inside optimizer.step()."""
+    """Inside optimizer.step(), or behind it."""
     OUTSIDE = 4
     """Between steps: evaluation, logging, loading the next batch."""
     PARKED = 5
@@ -86,7 +86,7 @@ class StepClock:
         if os.fstat(fd).st_size < SIZE:
             os.ftruncate(fd, SIZE)
         self._map = mmap.mmap(fd, SIZE)
-        self._next_slot = -1
+        self._next_slot = self._steps_seen = -1
         self._rests = [b"", b""]
         """What this process has written to each slot besides the body."""
         self._rest_crcs = [0, 0]
@@ -127,8 +127,7 @@ class StepClock:
         _U64.pack_into(self._map, _OFF_BEAT, time.monotonic_ns())
 
     def enter(self, phase: Phase) -> None:
-        _U64.pack_into(self._map, _OFF_SINCE, time.monotonic_ns())
-        _U64.pack_into(self._map, _OFF_PHASE, phase)
+        _PHASE_SINCE.pack_into(self._map, _OFF_PHASE, phase, time.monotonic_ns())
 
     def set_generation(self, generation: int) -> None:
         _U64.pack_into(self._map, _OFF_GENERATION, generation)
@@ -138,8 +137,11 @@ class StepClock:
 
     def step_took(self, seconds: float) -> None:
         """Add the duration of a completed step to the history."""
-        (seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
+        if self._steps_seen < 0:
+            (self._steps_seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
+        seen = self._steps_seen
         _U64.pack_into(self._map, _OFF_HISTORY + 8 * (seen % HISTORY), int(seconds * 1e9))
+        self._steps_seen = seen + 1
         _U64.pack_into(self._map, _OFF_STEPS_SEEN, seen + 1)
 
     def write_small(self, version: int, body: bytes, rest: bytes = b"") -> None:
@@ -164,8 +166,9 @@ class StepClock:
         if rest is not self._rests[slot]:
             self._map[end - len(rest) : end] = rest
             self._rests[slot], self._rest_crcs[slot] = rest, zlib.crc32(rest)
-        fields = (version, len(body), len(rest), zlib.crc32(body), self._rest_crcs[slot])
-        _SLOT_HEAD.pack_into(self._map, at, *fields, zlib.crc32(_SLOT_FIELDS.pack(*fields)))
+        rest_crc = self._rest_crcs[slot]
+        crc = zlib.crc32(body, _seed(version, len(body), len(rest), rest_crc))
+        _SLOT_HEAD.pack_into(self._map, at, version, len(body), len(rest), crc, rest_crc)
 
     def forget_heard(self) -> None:
         """A process that builds among living peers begins the log anew."""
@@ -201,15 +204,13 @@ class StepClock:
         found: dict[int, tuple[bytes, bytes]] = {}
         for slot in (0, 1):
             at, end = HEADER + slot * SLOT, HEADER + (slot + 1) * SLOT
-            *fields, head = _SLOT_HEAD.unpack_from(self._map, at)
-            version, length, rest_length, crc, rest_crc = fields
+            version, length, rest_length, crc, rest_crc = _SLOT_HEAD.unpack_from(self._map, at)
             if version < 0 or length + rest_length > SLOT - _SLOT_HEAD.size:
-                continue
-            if head != zlib.crc32(_SLOT_FIELDS.pack(*fields)):
                 continue
             body = bytes(self._map[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + length])
             rest = bytes(self._map[end - rest_length : end])
-            if zlib.crc32(body) == crc and zlib.crc32(rest) == rest_crc:
+            whole = zlib.crc32(body, _seed(version, length, rest_length, rest_crc)) == crc
+            if whole and zlib.crc32(rest) == rest_crc:
                 found[version] = body, rest
         return found
 
@@ -236,6 +237,11 @@ class StepClock:
 
     def _u64(self, offset: int) -> int:
         return int(_U64.unpack_from(self._map, offset)[0])
+
+
+def _seed(version: int, length: int, rest_length: int, rest_crc: int) -> int:
+    """What a checksum begins with, so that it stands for the head, too."""
+    return (0x5EED5EED ^ version * 0x9E3779B1 ^ length * 0x85EBCA77 ^ rest_length * 0xC2B2AE3D ^ rest_crc) & 0xFFFFFFFF
 
 
 def make_page() -> int:

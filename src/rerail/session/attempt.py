@@ -72,5 +72,3 @@ class Attempt:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.updates_open -= 1
-        if self._clock is not None:
-            self._clock.enter(Phase.COMPUTE)

@@ -81,6 +81,7 @@ class Fabric:
         self.promises = waiting.Promises()
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
+        self._seen_newest: Any = None
         self._newest_since = 0
         self._lock = threading.Lock()
 
@@ -89,20 +90,21 @@ class Fabric:
     def begin(self, work: Any) -> None:
         """Count this collective and remember it as the newest, for the beat thread."""
         self.collectives += 1
-        self._newest_since = time.monotonic_ns()
         self._newest = work
 
     def pending_since(self) -> int:
-        """When the newest collective began, if it is not complete; else 0. Asked by the beat thread."""
-        work, since = self._newest, self._newest_since
+        """When the newest collective was first seen under way, if it is still; else 0. Asked at every beat."""
+        work = self._newest
         if work is None:
             return 0
         try:
             if not work.is_completed():
-                return since
+                if work is not self._seen_newest:
+                    self._seen_newest, self._newest_since = work, time.monotonic_ns()
+                return self._newest_since
         except RuntimeError:
             pass
-        self._newest = None
+        self._newest = self._seen_newest = None
         return 0
 
     def failed(self, error: BaseException) -> None:

@@ -34,24 +34,25 @@ class RelayedWork(dist.Work):
     FSDP2 and pipeline schedules never meet an exception in the middle of a pass.
     """
 
-    def __init__(self, inner: Any, name: str, group: ReplaceableGroup, outputs: list[torch.Tensor] | None) -> None:
+    def __init__(self, inner: Any, name: str, args: tuple[Any, ...], group: ReplaceableGroup | None) -> None:
         super().__init__()
         self._inner = inner
-        self._wait_for = waiting.wait_aside if name in _MESSAGES else waiting.wait
+        self._name, self._args = name, args
         self._group = group
-        self._outputs = outputs
-        """What gloo works on; None where NCCL does, whose waits neither block nor break."""
-        self._settles = name == "allreduce" and outputs is not None
+        """None where NCCL does the work: its waits neither block nor break."""
         self.on_success: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
-            if self._outputs is not None:
-                self._wait_for(self._inner, timeout, self._group.stuck)
-            else:
+            if self._group is None:
                 self._inner.wait() if timeout is None else self._inner.wait(timeout)
+            elif self._name in _MESSAGES:
+                waiting.wait_aside(self._inner, timeout, self._group.stuck)
+            else:
+                waiting.wait(self._inner, timeout, self._group.stuck)
         except RuntimeError as error:
-            self._group.broke(error)
+            broke = fabric.failed if self._group is None else self._group.broke
+            broke(error)
             fabric.alone_or_raise()
         else:
             if self.on_success is not None:
@@ -75,10 +76,10 @@ class RelayedWork(dist.Work):
 
     def get_future(self) -> Any:
         """DDP's reducer waits for futures: a broken gloo collective gives the tensors as they are, not an error."""
-        future = self._inner.get_future()
-        if not self._settles or self._outputs is None:
+        future, group = self._inner.get_future(), self._group
+        if group is None or self._name != "allreduce":
             return future
-        return fabric.promises.promise(future, self._outputs, self._group.stuck, self._group.broke)
+        return fabric.promises.promise(future, self._args[0], group)
 
     getFuture = get_future
 
@@ -103,6 +104,7 @@ class ReplaceableGroup(ProcessGroup):
         self._connections: set[tuple[int, int]] = set()
         self._severed: set[tuple[int, int]] = set()
         self._nccl: Any = None
+        self._calls: dict[str, Callable[..., Any]] = {}
         self._name = self._desc = ""
 
     # --- wires ---
@@ -128,6 +130,7 @@ class ReplaceableGroup(ProcessGroup):
     def adopt(self, wires: Wires) -> None:
         """Use these from now on."""
         self._inner, self._connections, self._nccl = wires
+        self._calls = {}
         self._severed = set()
 
     def _gloo(self, store: Store) -> tuple[Any, set[tuple[int, int]]]:
@@ -172,7 +175,7 @@ class ReplaceableGroup(ProcessGroup):
         self.cut()
         if self._inner is not None:
             fabric.retire(self._inner)
-        self._inner = None
+        self._inner, self._calls = None, {}
 
     def shutdown(self) -> None:
         """torch is done with this group."""
@@ -189,15 +192,17 @@ class ReplaceableGroup(ProcessGroup):
         inner = self._inner
         if fabric.mode is Mode.LIVE and inner is not None:
             try:
-                work = getattr(inner, name)(*args, **kwargs)
+                call = self._calls.get(name)
+                if call is None:
+                    call = self._calls[name] = getattr(inner, name)
+                work = call(*args, **kwargs)
             except RuntimeError as error:
                 fabric.failed(error)
             else:
                 fabric.begin(work)
                 if work is None:  # NCCL gives none where the caller does not want to wait
                     return finished_work(solo.outputs_of(name, args))
-                by_gloo = self._nccl is None or _on_cpu(args)
-                relayed = RelayedWork(work, name, self, solo.outputs_of(name, args) if by_gloo else None)
+                relayed = RelayedWork(work, name, args, self if self._nccl is None or _on_cpu(args) else None)
                 if hearing.active:
                     number = hearing.number(self.key, name)
                     outputs = solo.outputs_of(name, args)

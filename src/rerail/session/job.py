@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -78,7 +79,7 @@ class Job:
         self._broke_off = -1
         """The version whose step was last voided."""
         self._started = 0.0
-        self._durations: list[float] = []
+        self._durations: deque[float] = deque(maxlen=64)
         self._announce = -1
         self._in_steps = False
         self._guards = 0
@@ -308,7 +309,6 @@ class Job:
             self._announce = -1
         else:
             self._durations.append(took)
-            del self._durations[:-64]
 
 
 class _Step(contextlib.AbstractContextManager["_Step"]):

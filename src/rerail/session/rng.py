@@ -10,6 +10,7 @@ import random
 import struct
 import sys
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,11 @@ from rerail.session.c10d import cuda_in_use
 _WORDS = struct.Struct("625I")
 _MARK = 36
 """Bytes by which a Mersenne Twister is known again: its position, which every draw moves, and eight of its words."""
+
+_TORCH_LEGACY_HEAD, _TORCH_SEARCHED = 24, 512
+"""Where the words begin in what torch gives out as state, and how far into the object they are looked for."""
+_TORCH_POSITION, _TORCH_KEPT = 12, 28
+"""Bytes before the words, which every draw changes, and behind them, where a normal number may be kept back."""
 
 _python: Any = random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind `random.random()` and its like."""
@@ -50,9 +56,10 @@ class RandomState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Seen(NamedTuple):
-    """A state as last taken down, and by what it is known to be the same still."""
+    """A state as last taken down, and by what each generator is known to be the same still."""
 
     state: RandomState
+    torch_mark: bytes
     python_mark: bytes
     numpy_mark: bytes
 
@@ -66,18 +73,35 @@ def capture() -> RandomState:
     Most steps draw from one generator or none, and ten kilobytes need not be copied and written down for the others.
     """
     global _seen
-    torch_cpu = _torch_state()
+    torch_mark, python_mark, numpy_mark = _torch_mark(), _python_mark(), _numpy_mark()
+    last, gauss = _seen, _python.gauss_next
     devices = tuple(_bytes(state) for state in torch.cuda.get_rng_state_all()) if cuda_in_use() else ()
-    python_mark, numpy_mark = _python_mark(), _numpy_mark()
-    last = _seen
-    python = last.state.python if last is not None and last.python_mark == python_mark else _python_words()
-    same_numpy = last is not None and last.numpy_mark == numpy_mark and not _keeps_back(last.state)
-    numpy = last.state.numpy if last is not None and same_numpy else _numpy_state()
-    state = RandomState(python, _python.gauss_next, torch_cpu, numpy, devices)
-    if last is not None and state == last.state:
-        return last.state
-    _seen = _Seen(state, python_mark, numpy_mark)
+    if last is None:
+        state = RandomState(
+            _python_words(), gauss, _bytes(torch.default_generator.get_state()), _numpy_state(), devices
+        )
+        _seen = _Seen(state, torch_mark, python_mark, numpy_mark)
+        return state
+    old = last.state
+    same_torch, same_python = last.torch_mark == torch_mark, last.python_mark == python_mark
+    same_numpy = last.numpy_mark == numpy_mark and not _keeps_back(old)
+    if same_torch and same_python and same_numpy and old.python_gauss == gauss and old.devices == devices:
+        return old
+    state = RandomState(
+        old.python if same_python else _python_words(),
+        gauss,
+        old.torch_cpu if same_torch else _bytes(torch.default_generator.get_state()),
+        old.numpy if same_numpy else _numpy_state(),
+        devices,
+    )
+    state = old if state == old else state
+    _seen = _Seen(state, torch_mark, python_mark, numpy_mark)
     return state
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous CPU tensor; works without NumPy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def _keeps_back(state: RandomState) -> bool:
@@ -85,27 +109,62 @@ def _keeps_back(state: RandomState) -> bool:
     return state.numpy is not None and bool(state.numpy[2])
 
 
-def _view(address: int) -> memoryview:
+def _view(address: int, size: int = _MARK) -> memoryview:
     """The mark at this address, to be read again and again: many times as fast as asking ctypes each time."""
-    return memoryview((ctypes.c_char * _MARK).from_address(address)).cast("B")
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 _python_view = _view(id(_python) + object.__basicsize__) if _python_words is _from_memory else None
-_numpy_view: tuple[object, memoryview] | None = None
-"""NumPy's generator, and the mark in its memory, which holds 624 words and then the position."""
 
 
-_torch_view: tuple[int, memoryview] | None = None
+class _NumpyView(NamedTuple):
+    """NumPy's generator, how to ask whether it is still that one, and the mark in its memory: 624 words, the position."""
+
+    ask: Callable[[], Any]
+    generator: Any
+    mark: memoryview
 
 
-def _torch_state() -> bytes:
-    """torch makes a tensor of it, nearly always at the same address: the view of it is made once."""
-    global _torch_view
-    state = torch.default_generator.get_state()
-    address = state.data_ptr()
-    if _torch_view is None or _torch_view[0] != address or len(_torch_view[1]) != state.numel():
-        _torch_view = address, memoryview((ctypes.c_char * state.numel()).from_address(address)).cast("B")
-    return _torch_view[1].tobytes()
+_numpy_view: _NumpyView | None = None
+
+
+def _torch_views(generator: torch.Generator) -> tuple[memoryview, memoryview] | None:
+    """Where in memory a generator has its position and first words, and the normal number that it keeps back.
+
+    None where it is not laid out as expected.
+    """
+    words = struct.unpack_from("=8Q", _bytes(generator.get_state()), _TORCH_LEGACY_HEAD)
+    begin: int = getattr(generator, "_cdata", 0)
+    at = ctypes.string_at(begin, _TORCH_SEARCHED).find(struct.pack("=8I", *words)) if begin else -1
+    if at < _TORCH_POSITION:
+        return None
+    address = begin + at
+    return _view(address - _TORCH_POSITION, _TORCH_POSITION + 32), _view(address + 4 * 624, _TORCH_KEPT)
+
+
+def _torch_marks_hold() -> bool:
+    """Whether what is read from memory changes whenever a generator does; tried with one of our own."""
+    trial = torch.Generator().manual_seed(7)
+    views = _torch_views(trial)
+    if views is None:
+        return False
+    seen: dict[bytes, bytes] = {}
+    for draw in range(12):
+        mark, state = b"".join(view.tobytes() for view in views), _bytes(trial.get_state())
+        if seen.setdefault(mark, state) != state:
+            return False
+        kind = torch.float64 if draw % 3 == 2 else torch.float32
+        torch.randn(1, generator=trial, dtype=kind) if draw < 8 else torch.rand(624, generator=trial)
+    return len(seen) == 12
+
+
+_torch_view = _torch_views(torch.default_generator) if _torch_marks_hold() else None
+
+
+def _torch_mark() -> bytes:
+    if _torch_view is None:
+        return _bytes(torch.default_generator.get_state())
+    return _torch_view[0].tobytes() + _torch_view[1].tobytes()
 
 
 def _python_mark() -> bytes:
@@ -121,12 +180,13 @@ def _numpy_generator() -> Any:
 
 def _numpy_mark() -> bytes:
     global _numpy_view
-    generator = _numpy_generator()
-    if generator is None:
-        return b""
-    if _numpy_view is None or _numpy_view[0] is not generator:
-        _numpy_view = generator, _view(generator.ctypes.state_address + _WORDS.size - _MARK)
-    return _numpy_view[1].tobytes()
+    if _numpy_view is None or _numpy_view.ask() is not _numpy_view.generator:
+        generator = _numpy_generator()
+        if generator is None:
+            return b""
+        mark = _view(generator.ctypes.state_address + _WORDS.size - _MARK)
+        _numpy_view = _NumpyView(sys.modules["numpy"].random.get_bit_generator, generator, mark)
+    return _numpy_view.mark.tobytes()
 
 
 def restore(state: RandomState) -> None:
@@ -156,11 +216,6 @@ def _numpy_state() -> tuple[bytes, int, int, float] | None:
     state = numpy.random.get_state(legacy=False)
     inner = state["state"]
     return inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a contiguous CPU tensor; works without NumPy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def _tensor(data: bytes) -> torch.Tensor:

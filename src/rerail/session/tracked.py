@@ -136,9 +136,9 @@ class Tracked:
         for name, value in self.objects.items():
             state[name] = plain.take_out_tensors(value.state_dict(), name, {})
         for name, optimizer in self.optimizers.items():
-            state[f"{name}:groups"] = [
-                {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-            ]
+            groups = state[f"{name}:groups"] = [dict(group) for group in optimizer.param_groups]
+            for group in groups:
+                del group["params"]
             if scalars:
                 state[f"{name}:scalars"] = {
                     index: rest

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 
@@ -94,31 +94,25 @@ def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck])
         return
 
 
-class _Promise(NamedTuple):
-    own: Any
-    outputs: list[torch.Tensor]
-    judge: Callable[[], Stuck]
-    on_error: Callable[[RuntimeError], None]
+class Group(Protocol):
+    """Whose collective it is."""
+
+    def stuck(self) -> Stuck: ...
+
+    def broke(self, error: RuntimeError) -> None: ...
 
 
 class Promises:
     """Futures for collectives. Each is kept exactly once: when gloo ends the collective, or when that is stuck."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _Promise] = {}
+        self._open: dict[int, tuple[Any, list[torch.Tensor], Group]] = {}
 
-    def promise(
-        self,
-        inner: Any,
-        outputs: list[torch.Tensor],
-        judge: Callable[[], Stuck],
-        on_error: Callable[[RuntimeError], None],
-    ) -> Any:
+    def promise(self, inner: Any, outputs: list[torch.Tensor], group: Group) -> Any:
         """A future that carries the tensors as they are where `inner` would carry an error."""
-        devices: list[int | str | torch.device] = list({t.device for t in outputs if t.is_cuda})
-        own: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
+        own: Any = torch._C.Future([t.device for t in outputs if t.is_cuda])
         key = id(own)
-        self._open[key] = _Promise(own, outputs, judge, on_error)
+        self._open[key] = own, outputs, group
         inner.add_done_callback(partial(self._ended, key))
         return own
 
@@ -128,21 +122,20 @@ class Promises:
         stuck: dict[int, Stuck] = {}
         while not over() and time.monotonic() < until:
             time.sleep(LOOK_EVERY_S)
-            for key, promise in list(self._open.items()):
-                if stuck.setdefault(key, promise.judge())() and self._open.pop(key, None) is not None:
-                    promise.on_error(LeftBehind(_LEFT))
-                    promise.own.set_result(promise.outputs)
+            for key, (own, outputs, group) in list(self._open.items()):
+                if stuck.setdefault(key, group.stuck())() and self._open.pop(key, None) is not None:
+                    group.broke(LeftBehind(_LEFT))
+                    own.set_result(outputs)
 
     def _ended(self, key: int, inner: Any) -> None:
-        promise = self._open.pop(key, None)
-        if promise is None:
+        own, value, group = self._open.pop(key, (None, [], None))
+        if own is None or group is None:
             return
         try:
             value = inner.value()
         except RuntimeError as error:
-            promise.on_error(error)
-            value = promise.outputs
-        promise.own.set_result(value)
+            group.broke(error)
+        own.set_result(value)
 
 
 class _Aside:
