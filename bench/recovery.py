@@ -50,7 +50,7 @@ class Scale:
         self.kills = 5 if quick else 50
         self.weight_kills = 2 if quick else 10
         self.pairs = 2 if quick else 20
-        self.blocks = 60 if quick else 300
+        self.blocks = 60 if quick else 500
 
 
 def recovery(folder: Path, scale: Scale) -> list[Figure]:
