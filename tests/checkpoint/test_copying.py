@@ -137,7 +137,7 @@ def test_a_job_that_was_replaced_commits_no_copy(places: tuple[Path, Path], job:
 def test_of_steps_that_wait_only_the_newest_is_copied_and_those_under_way_are_known(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, told = threading.Event(), threading.Event(), list[int]()
+    begun, go_on, told = threading.Event(), threading.Event(), list[Outcome]()
 
     def slow_copy(order: Order, url: str, target: str) -> Outcome:
         begun.set()
@@ -145,7 +145,7 @@ def test_of_steps_that_wait_only_the_newest_is_copied_and_those_under_way_are_kn
         return Outcome(version=order.version, ok=True, copied_to=target)
 
     monkeypatch.setattr(copying, "copied", slow_copy)
-    copier = Copier(lambda outcome: told.append(outcome.version))
+    copier = Copier(told.append)
     tiers = [tmp_path / "a", tmp_path / "b"]
     copier.offer(job.order(10, tiers), str(tiers[0]))
     assert begun.wait(LIMIT_S)
@@ -154,7 +154,8 @@ def test_of_steps_that_wait_only_the_newest_is_copied_and_those_under_way_are_kn
     assert {step.step for step in copier.steps} == {10, 30}
     go_on.set()
     copier.close()
-    assert told == [10, 30] and not copier.steps
+    assert [outcome.version for outcome in told] == [10, 30] and not copier.steps
+    assert told[0].notes == () and "before their turn: 20" in told[1].notes[0]
 
 
 def test_the_persister_copies_on_and_finishes_that_before_it_ends(tmp_path: Path, job: Job) -> None:

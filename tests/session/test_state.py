@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -145,3 +146,27 @@ def test_lazy_optimizer_state_is_made_for_a_newcomer() -> None:
 def test_an_object_without_state_is_refused_with_its_name() -> None:
     with pytest.raises(StateError, match="sampler"):
         Tracked().add("sampler", object())
+
+
+def test_hyperparameters_are_written_anew_whenever_they_change() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([{"params": [weight], "lr": 0.1, "marks": [1]}])
+    tracked = Tracked()
+    tracked.add("optimizer", optimizer)
+
+    def written() -> Any:
+        return plain.decode(tracked.small_objects(scalars=False))["optimizer:groups"][0]
+
+    group = optimizer.param_groups[0]
+    assert written()["lr"] == 0.1 and written()["marks"] == [1]
+    group["marks"].append(2)  # the same list, with something else in it
+    assert written()["marks"] == [1, 2]
+    del group["marks"]
+    assert tracked.small_objects(scalars=False) is tracked.small_objects(scalars=False), "it is known again"
+    for value in (0.2, torch.tensor(0.3), None):
+        group["lr"] = value
+        assert written()["lr"] == value
+    group["lr"] = torch.tensor(0.3)
+    assert written()["lr"] == group["lr"]
+    group["lr"].fill_(0.4)
+    assert written()["lr"] == torch.tensor(0.4)

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from rerail.checkpoint import catalog, names
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.manifest import LARGEST, decode_commit, decode_rank
@@ -105,6 +107,8 @@ class Copier:
     def __init__(self, tell: Callable[[Outcome], None]) -> None:
         self._tell = tell
         self._waiting: tuple[Order, str] | None = None
+        self._left_out: list[int] = []
+        """Steps that gave way to newer ones since the last copy."""
         self._copying: Order | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -113,6 +117,8 @@ class Copier:
     def offer(self, order: Order, url: str) -> None:
         """`order` was committed to the tier at `url`. A step that still waits gives way to this one."""
         with self._changed:
+            if self._waiting is not None:
+                self._left_out.append(self._waiting[0].version)
             self._waiting = order, url
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="rerail-copy")
@@ -141,9 +147,15 @@ class Copier:
                 if self._waiting is None:
                     return
                 (order, url), self._waiting = self._waiting, None
+                left_out, self._left_out = self._left_out, []
                 self._copying = order
             for target in order.tiers[order.tiers.index(url) + 1 :]:
-                self._tell(copied(order, url, target))
+                outcome = copied(order, url, target)
+                if left_out:
+                    steps = ", ".join(map(str, left_out[-8:]))
+                    note = f"not copied, since this one was there before their turn: {steps}"
+                    outcome = msgspec.structs.replace(outcome, notes=(*outcome.notes, note))
+                self._tell(outcome)
             with self._changed:
                 self._copying = None
 

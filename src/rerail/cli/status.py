@@ -58,6 +58,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def _step(version: int) -> str:
+    return f"step {version:,}" if version >= 0 else "no step yet"
+
+
 def _how(code: int) -> str:
     name = f" (stopped by {signal_name(code - 128)})" if code - 128 in set(signal.Signals) else ""
     return f"ended with exit code {code}{name}"
@@ -71,7 +75,7 @@ def _text(status: dict[str, Any], folder: Path) -> str:
             f"job {status['job']}: {how}, {_count(status['incidents'], 'incident')}\n  {folder}\nmore: rerail incidents"
         )
     lines = [
-        f"job {status['job']}: step {status['version']:,}, generation {status['generation']} ({status['stage']}), "
+        f"job {status['job']}: {_step(status['version'])}, generation {status['generation']} ({status['stage']}), "
         f"{_count(status['incidents'], 'incident')}, {_count(status['restarts_used'], 'restart')}"
     ]
     for node in status["nodes"]:
@@ -80,6 +84,6 @@ def _text(status: dict[str, Any], folder: Path) -> str:
     for rank in status["ranks"]:
         pid = f"pid {rank['pid']}" if rank.get("pid") else ""
         lines.append(
-            f"  rank {rank['rank']:<4} {rank['node']}  {rank['state']:<12} step {rank['version']:<8,} {pid}".rstrip()
+            f"  rank {rank['rank']:<4} {rank['node']}  {rank['state']:<12} {_step(rank['version']):<13} {pid}".rstrip()
         )
     return "\n".join([*lines, "more: rerail incidents · rerail report"])

@@ -296,7 +296,7 @@ class Checkpoints:
         what = f"checkpoint of step {outcome.version}"
         if outcome.ok:
             text = f"{what} copied to {outcome.copied_to} in {outcome.seconds:.2f} s"
-            self._tell("copied", outcome.version, text)
+            self._tell("copied", outcome.version, "; ".join([text, *outcome.notes]))
         else:
             text = f"{what} was not copied to {outcome.copied_to}: {'; '.join(outcome.notes)}"
             self._tell(

@@ -6,6 +6,7 @@ small and written to the step journal at every step. Called by `session.job`, `s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class Tracked:
         self.objects: dict[str, Any] = {}
         self.replicated = False
         """The user says that plain, unwrapped state is the same on every rank."""
+        self._encoded_state: dict[str, Any] | None = None
+        self._encoded = b""
+        """What `small_objects` was asked for last, where it is known again at a glance."""
 
     def add(self, name: str, value: Any) -> None:
         """Sort one tracked object by what it is."""
@@ -145,7 +149,13 @@ class Tracked:
                     for index, parameter in enumerate(parameters_of(optimizer))
                     if (rest := _non_tensors(optimizer.state.get(parameter, {})))
                 }
-        return plain.encode(state, "a tracked object")
+        if state == self._encoded_state:
+            return self._encoded
+        encoded = plain.encode(state, "a tracked object")
+        # Only what cannot change unseen is known again by comparing it: a list or a tensor may be another one inside.
+        if not self.objects and not scalars and all(map(_is_constant, _values(state))):
+            self._encoded_state, self._encoded = state, encoded
+        return encoded
 
     def load_small_objects(self, data: bytes, tensors: Named) -> None:
         """Put the small state back; `tensors` holds what was taken out of it. What is not there stays as it is."""
@@ -249,6 +259,20 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _non_tensors(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+def _values(state: dict[str, list[dict[str, Any]]]) -> Iterator[Any]:
+    """All hyperparameters."""
+    for groups in state.values():
+        for group in groups:
+            yield from group.values()
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether this object can never become another value."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _like(saved: Any, present: Any) -> Any:
