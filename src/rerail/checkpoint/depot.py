@@ -37,6 +37,7 @@ class Depot:
 
     def __init__(self, listening: socket.socket, tier: Tier, key: str) -> None:
         self._listening, self._tier, self._key = listening, tier, key
+        self._mine = threading.local()
 
     def serve(self) -> None:
         """Until the listening socket is closed."""
@@ -112,7 +113,9 @@ class Depot:
     def _read(self, call: Call) -> tuple[Answer, memoryview]:
         if not 0 <= call.size <= _LARGEST_CHUNK or call.offset < 0:
             raise CheckpointError(f"{call.size} bytes at {call.offset} cannot be read")
-        buffer = memoryview(mmap.mmap(-1, to_page(call.size) or mmap.PAGESIZE))
+        buffer: memoryview = getattr(self._mine, "buffer", memoryview(b""))
+        if len(buffer) < to_page(call.size):  # used again for the next read of this connection
+            buffer = self._mine.buffer = memoryview(mmap.mmap(-1, to_page(call.size)))
         with self._tier.reading(checked_path(call.path)) as read:
             read(call.offset, buffer, call.size)
         return Answer(size=call.size), buffer[: call.size]
@@ -135,6 +138,8 @@ class _Pulled:
             self._mine.buffer = memoryview(mmap.mmap(-1, to_page(self._chunk)))
         buffer: memoryview = self._mine.buffer
         with self._lock:
+            if self._lost:  # one thread has found out; the others need not wait for the same
+                raise ConnectionError("the connection is lost")
             try:
                 calls.send(self._sock, Answer(want=offset, size=size))
                 calls.receive_into(self._sock, buffer[:size])

@@ -9,12 +9,15 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import digest
 from rerail.checkpoint.tiers import Read, Source
 from rerail.errors import CheckpointError
 
+FILLERS = 3
+"""Chunks that are fetched, copied and compared at the same time."""
 _Stored = bytes | memoryview
 
 
@@ -65,11 +68,14 @@ class MemoryTier:
     def put_large(self, path: str, source: Source, size: int, chunk: int) -> list[str]:
         with self._room(size):
             room = memoryview(mmap.mmap(-1, to_page(size) or mmap.PAGESIZE))[:size]
-            hashes = []
-            for offset in range(0, size, chunk):
+
+            def one(offset: int) -> str:
                 here = min(chunk, size - offset)
                 room[offset : offset + here] = source(offset, here)[:here]
-                hashes.append(digest(room[offset : offset + here]))
+                return digest(room[offset : offset + here])
+
+            with ThreadPoolExecutor(FILLERS, thread_name_prefix="rerail-fill") as pool:
+                hashes = list(pool.map(one, range(0, size, chunk)))
             self._store(path, room, exclusive=True)
         return hashes
 
