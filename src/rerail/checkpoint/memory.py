@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -71,8 +72,12 @@ class MemoryTier:
 
             def one(offset: int) -> str:
                 here = min(chunk, size - offset)
-                room[offset : offset + here] = source(offset, here)[:here]
-                return digest(room[offset : offset + here])
+                found, target = source(offset, here), room[offset : offset + here]
+                if found.readonly:
+                    target[:] = found[:here]
+                else:  # the same, but the other threads can run meanwhile
+                    ctypes.memmove(_address(target), _address(found), here)
+                return digest(target)
 
             with ThreadPoolExecutor(FILLERS, thread_name_prefix="rerail-fill") as pool:
                 hashes = list(pool.map(one, range(0, size, chunk)))
@@ -116,3 +121,7 @@ class MemoryTier:
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return found
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
