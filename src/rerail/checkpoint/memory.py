@@ -93,7 +93,7 @@ class MemoryTier:
         """Take that much of the limit; given back if the file does not come to be."""
         with self._lock:
             if self._used + size > self._limit:
-                what = f"{size} bytes do not fit: {self._used} of {self._limit} are in use"
+                what = f"{size} bytes do not fit: {self._used} of {self._limit} are in use (setting node_store)"
                 raise OSError(errno.ENOSPC, what)
             self._used += size
         try:
