@@ -7,7 +7,6 @@ It serves one tier, in its memory or in a directory of the node, to whoever know
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import threading
@@ -15,15 +14,15 @@ import threading
 from rerail.checkpoint import calls
 from rerail.checkpoint.calls import MOST, Answer, Call, checked_path
 from rerail.checkpoint.files import FileTier
-from rerail.checkpoint.header import to_page
+from rerail.checkpoint.header import PageBuffer
+from rerail.checkpoint.manifest import LEAST_CHUNK, MOST_CHUNK
 from rerail.checkpoint.memory import MemoryTier
-from rerail.checkpoint.tiers import Source, Tier
+from rerail.checkpoint.tiers import Tier
 from rerail.config import DEPOT_KEY, DEPOT_SOCKET, node_memory, settings_of_rank
 from rerail.errors import CheckpointError
 
 PATIENCE_S = 60.0
 """Seconds the other side may take in the middle of a call."""
-_LARGEST_CHUNK = 64 << 20
 
 
 def store_of(setting: str) -> Tier:
@@ -37,7 +36,7 @@ class Depot:
 
     def __init__(self, listening: socket.socket, tier: Tier, key: str) -> None:
         self._listening, self._tier, self._key = listening, tier, key
-        self._mine = threading.local()
+        self._pages = PageBuffer()
 
     def serve(self) -> None:
         """Until the listening socket is closed."""
@@ -100,22 +99,22 @@ class Depot:
             case "put":
                 tier.put(checked_path(path), data, exclusive=call.exclusive)
             case "put_large":
-                if not 4096 <= call.chunk <= _LARGEST_CHUNK or call.chunk % 4096 or call.size < 0:
+                if not LEAST_CHUNK <= call.chunk <= MOST_CHUNK or call.chunk % LEAST_CHUNK or call.size < 0:
                     raise CheckpointError(f"{call.size} bytes in chunks of {call.chunk} are not accepted")
                 source = _Pulled(sock, call.chunk, lost)
-                return Answer(names=tier.put_large(checked_path(path), source.chunk, call.size, call.chunk)), b""
+                return Answer(names=tier.put_large(checked_path(path), source, call.size, call.chunk)), b""
             case "remove":
-                tier.remove(checked_path(path, folder=True) or _refuse("the whole store cannot be removed"))
+                if not path:
+                    raise CheckpointError("the whole store cannot be removed")
+                tier.remove(checked_path(path, folder=True))
             case _:
-                _refuse(f"{call.method[:50]!r} is not known here")
+                raise CheckpointError(f"{call.method[:50]!r} is not known here")
         return Answer(), b""
 
     def _read(self, call: Call) -> tuple[Answer, memoryview]:
-        if not 0 <= call.size <= _LARGEST_CHUNK or call.offset < 0:
+        if not 0 <= call.size <= MOST_CHUNK or call.offset < 0:
             raise CheckpointError(f"{call.size} bytes at {call.offset} cannot be read")
-        buffer: memoryview = getattr(self._mine, "buffer", memoryview(b""))
-        if len(buffer) < to_page(call.size):  # used again for the next read of this connection
-            buffer = self._mine.buffer = memoryview(mmap.mmap(-1, to_page(call.size)))
+        buffer = self._pages.of(call.size)
         with self._tier.reading(checked_path(call.path)) as read:
             read(call.offset, buffer, call.size)
         return Answer(size=call.size), buffer[: call.size]
@@ -127,16 +126,10 @@ class _Pulled:
     def __init__(self, sock: socket.socket, chunk: int, lost: list[BaseException]) -> None:
         self._sock, self._chunk, self._lost = sock, chunk, lost
         self._lock = threading.Lock()
-        self._mine = threading.local()
+        self._pages = PageBuffer()
 
-    @property
-    def chunk(self) -> Source:
-        return self._pull
-
-    def _pull(self, offset: int, size: int) -> memoryview:
-        if not hasattr(self._mine, "buffer"):
-            self._mine.buffer = memoryview(mmap.mmap(-1, to_page(self._chunk)))
-        buffer: memoryview = self._mine.buffer
+    def __call__(self, offset: int, size: int) -> memoryview:
+        buffer = self._pages.of(self._chunk)
         with self._lock:
             if self._lost:  # one thread has found out; the others need not wait for the same
                 raise ConnectionError("the connection is lost")
@@ -147,10 +140,6 @@ class _Pulled:
                 self._lost.append(error)
                 raise
         return buffer
-
-
-def _refuse(why: str) -> str:
-    raise CheckpointError(why)
 
 
 def main() -> None:

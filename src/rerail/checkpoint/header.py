@@ -7,7 +7,9 @@ and can be written past the page cache. Called by `checkpoint.staging`, `checkpo
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +31,18 @@ _LENGTH = struct.Struct("<Q")
 def to_page(size: int) -> int:
     """The size, rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
+
+
+class PageBuffer(threading.local):
+    """Memory that begins on a page, one piece for each thread, to be used again and again."""
+
+    _buffer = memoryview(b"")
+
+    def of(self, size: int) -> memoryview:
+        """This thread's, with room for `size` bytes in whole pages."""
+        if len(self._buffer) < to_page(size):
+            self._buffer = memoryview(mmap.mmap(-1, to_page(size)))
+        return self._buffer
 
 
 class Tensor(NamedTuple):

@@ -25,7 +25,7 @@ LARGEST = 256 << 20
 """Bytes of a manifest. A million tensors stay below it."""
 CHUNK = 4 << 20
 """Bytes under one checksum: the least that is read to verify anything."""
-_LEAST_CHUNK, _MOST_CHUNK = 4096, 64 << 20
+LEAST_CHUNK, MOST_CHUNK = 4096, 64 << 20
 _MOST_ELEMENTS = 1 << 50
 _MOST_DIMENSIONS = 64
 _RANK = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
@@ -167,7 +167,7 @@ def check(manifest: RankManifest, where: str) -> None:
     shard = names.SHARD.fullmatch(manifest.file)
     if not (int(shard[1]) == manifest.rank if shard else manifest.file == "" and manifest.size == 0):
         raise CheckpointError(f"{where} names {manifest.file!r}, which is no shard of its rank")
-    if not _LEAST_CHUNK <= manifest.chunk <= _MOST_CHUNK or manifest.chunk % _LEAST_CHUNK or manifest.size < 0:
+    if not LEAST_CHUNK <= manifest.chunk <= MOST_CHUNK or manifest.chunk % LEAST_CHUNK or manifest.size < 0:
         raise CheckpointError(f"{where}: a file of {manifest.size} bytes in chunks of {manifest.chunk}")
     if len(manifest.hashes) != -(-manifest.size // manifest.chunk):
         raise CheckpointError(f"{where}: {len(manifest.hashes)} checksums for {manifest.size} bytes")

@@ -70,15 +70,7 @@ class NodesTier:
         return self._where(path)[1]
 
     def get(self, path: str, limit: int) -> bytes:
-        problem: OSError = FileNotFoundError(2, "no node has it", path)
-        for node in (*self._homes, *self._nodes[2:]):
-            try:
-                return node.get(path, limit)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                problem = error
-        raise problem
+        return _first(self._nodes, path, lambda node: node.get(path, limit))
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[Read]:
@@ -116,15 +108,8 @@ class NodesTier:
 
     def _where(self, path: str) -> tuple[Tier, int]:
         """A node that has the file, this one if possible, and how long it is."""
-        problem: OSError = FileNotFoundError(2, "no node has it", path)
-        for node in (self._own, *(node for node in self._nodes if node is not self._own)):
-            try:
-                return node, node.size(path)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                problem = error
-        raise problem
+        others = [node for node in self._nodes if node is not self._own]
+        return _first([self._own, *others], path, lambda node: (node, node.size(path)))
 
     def _ask_all(self, nodes: Sequence[Tier], question: Callable[[Tier], _T]) -> list[_T]:
         """The answers of those who can be reached; OSError if nobody can."""
@@ -142,6 +127,19 @@ class NodesTier:
         if problem is not None and not answers:
             raise problem
         return answers
+
+
+def _first(nodes: Sequence[Tier], path: str, question: Callable[[Tier], _T]) -> _T:
+    """The answer of the first that has the file. What went wrong elsewhere if none has it."""
+    problem: OSError = FileNotFoundError(2, "no node has it", path)
+    for node in nodes:
+        try:
+            return question(node)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 def _answer(question: Callable[[Tier], _T], node: Tier) -> _T | OSError:

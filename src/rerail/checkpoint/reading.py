@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from rerail.checkpoint.header import to_page
+from rerail.checkpoint.header import PageBuffer
 from rerail.checkpoint.manifest import RankManifest, digest
 from rerail.checkpoint.tiers import Source, Tier
 from rerail.errors import CheckpointError
@@ -96,7 +94,7 @@ def _read_chunks(
 def verified(tier: Tier, folder: str, manifest: RankManifest) -> Iterator[Source]:
     """The shard as a source that gives whole chunks, each only when its checksum is right."""
     path = f"{folder}/{manifest.file}"
-    mine = threading.local()
+    pages = PageBuffer()
     with contextlib.ExitStack() as opened:
         with _reading(path):
             found = tier.size(path)
@@ -105,9 +103,7 @@ def verified(tier: Tier, folder: str, manifest: RankManifest) -> Iterator[Source
             read_file = opened.enter_context(tier.reading(path))
 
         def source(offset: int, size: int) -> memoryview:
-            if not hasattr(mine, "buffer"):
-                mine.buffer = memoryview(mmap.mmap(-1, to_page(manifest.chunk)))
-            buffer: memoryview = mine.buffer
+            buffer = pages.of(manifest.chunk)
             with _reading(path):
                 read_file(offset, buffer, size)
             index = offset // manifest.chunk

@@ -42,9 +42,9 @@ def environment(
 def depots(fleet: Fleet) -> str:
     """host:port of every node's depot, in the order of the nodes; empty if not all of them have one."""
     agents = [fleet.agents[node] for node in fleet.placed()]
-    return (
-        ",".join(f"{agent.address}:{agent.depot_port}" for agent in agents) if all(a.depot_port for a in agents) else ""
-    )
+    if not all(agent.depot_port for agent in agents):
+        return ""
+    return ",".join(f"{agent.address}:{agent.depot_port}" for agent in agents)
 
 
 def assignment(

@@ -101,14 +101,16 @@ class Launcher:
         # Kept open here: what the ranks have in memory outlives their agent.
         self._memory = memory.make(spec.slots)
         told = {**env, memory.VARIABLE: memory.describe(self._memory)}
-        self.depot = _Helper(DEPOT, env)
-        if settings.node_store:
-            self._door = listen(spec.local_addr)  # stays open here, so that the depot's port stays the same
+        # The door stays open here, so that the depot's port stays the same.
+        self._door = listen(spec.local_addr) if settings.node_store else None
+        of_depot, fds = env, tuple[int, ...]()
+        if self._door is not None:
             told[DEPOT_PORT] = str(self._door.getsockname()[1])
-            self.depot = _Helper(DEPOT, {**env, DEPOT_SOCKET: str(self._door.fileno())}, (self._door.fileno(),))
+            of_depot, fds = {**env, DEPOT_SOCKET: str(self._door.fileno())}, (self._door.fileno(),)
         self.agent = _Helper(AGENT, told, tuple(fd for one in self._memory for fd in one))
         self.controller = _Helper(CONTROLLER, env)
-        self._keeps_depot = bool(settings.node_store)
+        self.depot = _Helper(DEPOT, of_depot, fds)
+        self._helpers = (self.agent, self.controller, self.depot)
         self._signals: list[int] = []
         self._asked_at: float | None = None
         self._wake, self._waker = socket.socketpair()
@@ -121,7 +123,7 @@ class Launcher:
         try:
             with contextlib.suppress(OSError):
                 self._address_file.unlink()
-            if self._keeps_depot:
+            if self._door is not None:
                 self.depot.start()
             self.agent.start()
             if self.spec.hosts_controller:
@@ -146,10 +148,10 @@ class Launcher:
     # --- the loop ---
 
     def _sleep(self) -> None:
-        """Until a signal comes (SIGCHLD for orphans included), the agent or the controller ends, or time is up."""
+        """Until a signal comes (SIGCHLD for orphans included), one of our own ends, or time is up."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
-            for helper in (self.agent, self.controller, self.depot):
+            for helper in self._helpers:
                 if helper.pidfd >= 0:
                     selector.register(helper.pidfd, selectors.EVENT_READ)
             selector.select(1.0 if self._asked_at is not None else None)
@@ -234,7 +236,7 @@ class Launcher:
 
     def _end_orphans(self) -> None:
         """What the agent has left behind: its ranks die with it, what they had started may not."""
-        keep = (self.agent.pid, self.controller.pid, self.depot.pid)
+        keep = [helper.pid for helper in self._helpers]
         for _ in range(200):
             if not processes.end_orphans(keep):
                 break
@@ -242,7 +244,7 @@ class Launcher:
 
     def _reap_adopted(self) -> None:
         for pid in processes.children_of_self():
-            if pid not in (self.agent.pid, self.controller.pid, self.depot.pid):
+            if pid not in [helper.pid for helper in self._helpers]:
                 processes.reap(pid)
 
     def _clean_up(self) -> None:
