@@ -215,12 +215,9 @@ def dcp(args: argparse.Namespace, kind: str) -> None:
     for _ in range(3):
         training.step()
 
-    class Kept(DefaultStager):
-        """torch closes the stager after every save, and with it the memory that makes the next one fast."""
-
-        def close(self) -> None: ...
-
-    stager = Kept(StagingOptions(True, kind == "process", True, True))
+    stager = DefaultStager(StagingOptions(True, kind == "process", True, True))
+    # torch 2.11 closes this after every save, and the next one fails for want of it; its pinned memory, too, is then gone
+    stager.close = stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
     pending: list[Any] = []
     active = [False]
 
