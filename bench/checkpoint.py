@@ -27,8 +27,9 @@ from recovery import machine
 from rerail.checkpoint import catalog, reshard
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.files import FileTier
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.saving import Order, Outcome
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.writer import Writer
 from table import Figure, render, write
 

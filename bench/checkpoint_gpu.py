@@ -120,7 +120,8 @@ def slowdown(name: str, found: tuple[list[float], list[float]], **more: object) 
 def snapshot(args: argparse.Namespace) -> None:
     """rerail's snapshots into pinned shared memory, beside forward and backward."""
     from rerail.checkpoint.arena import Arena
-    from rerail.checkpoint.staging import Piece, Stager
+    from rerail.checkpoint.layout import Piece
+    from rerail.checkpoint.staging import Stager
 
     training = Training(args)
     for _ in range(3):

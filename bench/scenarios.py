@@ -164,14 +164,14 @@ def second_fault(folder: Path, count: int, seed: int) -> int:
     return recovered
 
 
-def overhead(folder: Path, blocks: int) -> list[tuple[float, float]]:
-    """Seconds a step takes with rerail and without, of each pair of blocks."""
+def overhead(folder: Path, blocks: int) -> list[list[float]]:
+    """Seconds a step takes with rerail, without it, and without it once more, in each round of blocks."""
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / "overhead.json"
     arguments = ["--out", str(out), "--blocks", str(blocks)]
     with RerailJob(HERE / "overhead.py", arguments, folder, world=2, standbys=0) as job:
         job.wait_exit(limit_s=600.0)
-    return [(with_rerail, without) for with_rerail, without in json.loads(out.read_text())]
+    return list(json.loads(out.read_text()))
 
 
 def kill(job: WatchedJob, rank: int) -> float:

@@ -26,7 +26,7 @@ DEPOT_SOCKET = "RERAIL_DEPOT_SOCKET"
 """In a depot's environment: the descriptor it listens on."""
 DEPOT_KEY = "RERAIL_DEPOT_KEY"
 """In a rank's environment: what it needs to know to be let in there."""
-_MEMORY = re.compile(r"memory:(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 EXIT_DONE = 0
@@ -114,8 +114,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds to wait for a root cause when only echoes (failed collectives) have been seen."""
     snapshot_every: int = 0
     """Steps between memory snapshots; 0 lets rerail choose so that they cost at most `snapshot_cost` of the time."""
-    snapshot_cost: float = 0.0025
-    """Share of the step time that snapshots may take when `snapshot_every` is 0."""
+    snapshot_cost: float = 0.001
+    """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
+    snapshot_memory: str = ""
+    """Most memory that the snapshots of one rank may take, such as `8GiB`; by default what its node can spare. Where they do not fit, checkpoints are written straight from the tensors, and the training waits for each."""
     node_store: str = ""
     """What every node keeps for the place `nodes://`: `memory:8GiB`, or a directory of its own. Nothing by default: it takes memory, and each node then listens for the others."""
 
@@ -171,11 +173,19 @@ def _number(raw: str, origin: str) -> int | float:
             raise ConfigError(f"{origin} is {raw!r}, but a number is needed") from None
 
 
+def bytes_of(size: str) -> int:
+    """What the setting `snapshot_memory` allows: `8GiB`, or `0`."""
+    found = _BYTES.fullmatch(size)
+    if found is None and size != "0":
+        raise ConfigError(f"setting snapshot_memory is {size!r}, but a size such as 8GiB, or 0, is needed")
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
 def node_memory(node_store: str) -> int:
     """Bytes of memory that the setting `node_store` asks for; 0 if it names a directory instead."""
-    found = _MEMORY.fullmatch(node_store)
-    if found:
-        return int(float(found[1]) * _UNITS[found[2]])
+    kind, _, size = node_store.partition(":")
+    if kind == "memory" and _BYTES.fullmatch(size):
+        return bytes_of(size)
     if node_store.startswith("/"):
         return 0
     raise ConfigError(f"setting node_store is {node_store!r}, but memory:8GiB or an absolute directory is needed")
@@ -184,6 +194,8 @@ def node_memory(node_store: str) -> int:
 def _check_ranges(settings: Settings) -> None:
     if settings.node_store:
         node_memory(settings.node_store)
+    if settings.snapshot_memory:
+        bytes_of(settings.snapshot_memory)
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
         if not isinstance(value, str) and value < 0:

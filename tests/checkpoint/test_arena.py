@@ -13,7 +13,8 @@ import torch
 
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.dtypes import view_of
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.layout import Piece
+from rerail.checkpoint.staging import Stager
 from rerail.errors import StateError
 
 

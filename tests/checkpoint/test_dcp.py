@@ -201,7 +201,7 @@ def test_a_step_saved_by_a_job_can_be_read(tmp_path: Path) -> None:
     """Its tensors are there by their names; its small state is the job's own affair."""
     from test_reshard import save as save_pieces
 
-    from rerail.checkpoint.staging import Piece
+    from rerail.checkpoint.layout import Piece
 
     tensor = torch.arange(12.0).view(4, 3)
     save_pieces(

@@ -25,10 +25,11 @@ from rerail.checkpoint.boxes import Box
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.header import SIZES
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.manifest import RankManifest
 from rerail.checkpoint.reshard import Wanted
 from rerail.checkpoint.saving import Order, carry_out
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.staging import Stager
 from rerail.errors import CheckpointError
 
 CHUNK = 4096

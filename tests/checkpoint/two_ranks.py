@@ -12,9 +12,10 @@ import torch
 from rerail.checkpoint import catalog, reshard
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.catalog import Step
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.reshard import Wanted
 from rerail.checkpoint.saving import Order, Outcome, carry_out
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.tiers import Tier
 from rerail.errors import CheckpointError
 

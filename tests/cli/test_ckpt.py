@@ -16,9 +16,10 @@ import safetensors.torch
 import torch
 
 from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.saving import Order, Outcome, carry_out, claim_epoch
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.tiers import tier_at
 from rerail.cli.main import main
 from rerail.session import plain, rng

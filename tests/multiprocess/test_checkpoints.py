@@ -70,6 +70,26 @@ def test_a_rank_is_killed_then_the_whole_job_and_the_bits_are_those_of_a_quiet_r
     assert committed(root)[-1] == (2, STEPS)
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.timeout(300)
+def test_without_room_for_snapshots_every_save_is_waited_for_and_exact(
+    start: Start, tmp_path: Path, layout: str
+) -> None:
+    quiet = start(layout, str(STEPS), str(tmp_path / "quiet"), ranks=2, script=SCRIPT)
+    quiet.finish()
+    root, env = tmp_path / "root", {"RERAIL_SNAPSHOT_MEMORY": "0"}
+    run = start(layout, str(STEPS), str(root), "--sleep", "0.1", ranks=2, script=SCRIPT, env=env)
+    run.reach(2 * EVERY)
+    assert (1, EVERY) in committed(root), "the training went on before the save was done"
+    run.send(1, signal.SIGKILL)
+    run.finish()
+    assert run.digests == quiet.digests and run.losses == quiet.losses
+    (report,) = run.reports()
+    assert report["rung"] == ("replace_rank" if layout == "ddp" else "restart_all"), report
+    assert any("checkpoints are written straight from the tensors" in line for line in run.output), run.told("a word")
+    assert committed(root)[-1][1] == STEPS
+
+
 @pytest.mark.parametrize(
     ("layout", "when", "rank"),
     [("ddp", "before", 1), ("ddp", "inside", 0), ("fsdp", "before", 0), ("fsdp", "inside", 1)],

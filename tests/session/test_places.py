@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.objects import ObjectTier
 from rerail.checkpoint.saving import Order, carry_out, claim_epoch
 from rerail.checkpoint.schedule import Concurrent
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.tiers import tier_at
 from rerail.errors import CheckpointError
 from rerail.session import compiled, loading

@@ -21,13 +21,19 @@ from typing import NamedTuple
 
 import msgspec
 
+from rerail.checkpoint import room
 from rerail.checkpoint.header import PAGE, to_page
-from rerail.errors import StateError
+from rerail.checkpoint.tiers import Source
+from rerail.errors import CheckpointError, StateError
 
 MAGIC = 0x7265_7261_696C_0A02
 _HEAD = struct.Struct("<QQQQ")  # magic, slots, bytes of meta per slot, bytes of image per slot
 _SEAL = struct.Struct("<qQII")  # version, length of meta, crc of meta, crc of the three before
 _NO_VERSION = -1
+
+
+class NoRoom(StateError):
+    """There is not enough memory for snapshots."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +105,16 @@ class Arena:
         base = self._base(self._find(version).slot) + self._meta_bytes
         return memoryview(self._memory())[base : base + self._image_bytes]
 
+    def source(self, version: int, size: int) -> Source:
+        """The first `size` bytes of that, to be written."""
+        image = self.image(version)
+        if len(image) < to_page(size):
+            raise CheckpointError(f"{len(image)} bytes cannot be written as {to_page(size)}")
+        return lambda offset, size: image[offset : offset + to_page(size)]
+
+    def holds(self, version: int) -> bool:
+        return any(seal.version == version for seal in self.seals())
+
     def lock_for_reading(self, version: int) -> bool:
         """Keep a sealed version from being overwritten until `unlock`. False if it is not there any more."""
         try:
@@ -118,8 +134,8 @@ class Arena:
 
     # --- writing ---
 
-    def reserve(self, slots: int, meta_bytes: int, image_bytes: int) -> None:
-        """Make room for so many slots. What was sealed is gone if the room was too small."""
+    def reserve(self, slots: int, meta_bytes: int, image_bytes: int, most: int | None = None) -> None:
+        """Make room for so many slots, in at most `most` bytes. What was sealed is gone if the room was too small."""
         meta_bytes, image_bytes = to_page(meta_bytes), to_page(image_bytes)
         if self._slots == slots and meta_bytes <= self._meta_bytes and image_bytes <= self._image_bytes:
             return
@@ -131,11 +147,10 @@ class Arena:
         total = PAGE + slots * (meta_bytes + image_bytes)
         try:
             os.ftruncate(self.fd, 0)
-            os.posix_fallocate(self.fd, 0, total)
+            room.take(self.fd, total, most)
         except OSError as error:
-            os.ftruncate(self.fd, 0)
-            raise StateError(
-                f"no memory for snapshots: {slots} times {image_bytes >> 20} MiB were asked for ({error.strerror})"
+            raise NoRoom(
+                f"no memory for {slots} snapshots of {image_bytes >> 20} MiB each ({error.strerror})"
             ) from error
         self._map = mmap.mmap(self.fd, total)
         self._slots, self._meta_bytes, self._image_bytes = slots, meta_bytes, image_bytes

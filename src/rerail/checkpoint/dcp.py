@@ -42,10 +42,11 @@ from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.declining import decline
 from rerail.checkpoint.dtypes import dtype_of
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.reshard import Wanted
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Order
-from rerail.checkpoint.staging import Piece, Stager
+from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.tiers import tier_at
 from rerail.errors import CheckpointError
 

@@ -1,6 +1,6 @@
 """The process that writes checkpoints while the rank trains on: `python -m rerail.checkpoint.persister LINK ARENA`.
 
-Orders come over a socket, one message each; outcomes go back. Several saves may be under way. When the socket closes the
+Orders come over a socket, one message each, with a link to the rank's tensors where no snapshot was taken; outcomes go back. Several saves may be under way. When the socket closes the
 rank is gone or done: what was ordered is finished, then the process ends. It never imports torch and holds no copy of
 the state. Started by `checkpoint.writer`.
 """
@@ -20,7 +20,8 @@ from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.copying import Copier
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import prune
-from rerail.checkpoint.saving import Order, Outcome, carry_out
+from rerail.checkpoint.saving import Held, Order, Outcome, carry_out
+from rerail.checkpoint.stream import Streamed
 from rerail.checkpoint.tiers import tier_at
 from rerail.config import DEPOTS
 from rerail.errors import CheckpointError
@@ -48,14 +49,18 @@ class Persister:
 
     def run(self) -> None:
         decoder = msgspec.json.Decoder(Order)
-        while data := self._link.recv(LONGEST):
+        while True:
+            data, links, *_ = socket.recv_fds(self._link, LONGEST, 1)
+            if not data:
+                break
             order = decoder.decode(data)
             self._arena.refresh()
+            held = Streamed(socket.socket(fileno=links[0])) if links else self._arena
             if order.depots:
                 os.environ[DEPOTS] = order.depots
             with self._lock:
                 self._busy.add(order.id)
-            thread = threading.Thread(target=self._carry_out, args=(order,), name=f"rerail-save-{order.version}")
+            thread = threading.Thread(target=self._carry_out, args=(order, held), name=f"rerail-save-{order.version}")
             thread.start()
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         self._gone.set()
@@ -65,10 +70,10 @@ class Persister:
         if self._newest is not None:
             _tidy(*self._newest)
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: Order, held: Held) -> None:
         told, committed = False, ""
         try:
-            for outcome in carry_out(order, self._arena, self._under_way, self._gone.is_set):
+            for outcome in carry_out(order, held, self._under_way, self._gone.is_set):
                 told = True
                 self._tell(outcome)
                 if outcome.ok and order.rank == min(order.group):

@@ -14,13 +14,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
 from rerail.checkpoint import manifest, names
-from rerail.checkpoint.arena import Arena, Meta
+from rerail.checkpoint.arena import Meta
 from rerail.checkpoint.catalog import Step, check_whole, folders
-from rerail.checkpoint.header import to_page
 from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.reading import verify
@@ -83,6 +83,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong on the way, whether or not it was saved in the end."""
 
 
+class Held(Protocol):
+    """The state that is to be saved: in an arena, or still in the tensors of the rank."""
+
+    def lock_for_reading(self, version: int) -> bool: ...
+
+    def unlock(self, version: int) -> None: ...
+
+    def meta(self, version: int) -> Meta: ...
+
+    def source(self, version: int, size: int) -> Source: ...
+
+    def holds(self, version: int) -> bool:
+        """Whether it has been there all the while."""
+
+
 def claim_epoch(tier: Tier, job: str, others: Sequence[Tier] = ()) -> int:
     """A number for this job that is greater than that of any job that wrote here, or to the other tiers, before.
 
@@ -136,7 +151,7 @@ class Patience:
 
 
 def carry_out(
-    order: Order, arena: Arena, busy: Callable[[], set[StepId]], gone: Callable[[], bool] = lambda: False
+    order: Order, held: Held, busy: Callable[[], set[StepId]], gone: Callable[[], bool] = lambda: False
 ) -> Iterator[Outcome]:
     """Save to the first tier that takes it, then look after what is there.
 
@@ -144,15 +159,15 @@ def carry_out(
     """
     started, notes = time.monotonic(), list[str]()
     patience = Patience(order.deadline_s, gone)
-    if not arena.lock_for_reading(order.version):
+    if not held.lock_for_reading(order.version):
         notes.append("the snapshot was overwritten before it could be saved")
         yield Outcome(version=order.version, ok=False, notes=tuple(notes))
         return
     try:
-        meta = arena.meta(order.version)
-        saved = _to_first_tier(order, arena, meta, notes, patience)
+        meta = held.meta(order.version)
+        saved = _to_first_tier(order, held, meta, notes, patience)
     finally:
-        arena.unlock(order.version)
+        held.unlock(order.version)
     seconds = time.monotonic() - started
     size = meta.file_size if meta.saved else 0
     url = saved[0].url if saved else ""
@@ -162,12 +177,12 @@ def carry_out(
 
 
 def _to_first_tier(
-    order: Order, arena: Arena, meta: Meta, notes: list[str], patience: Patience
+    order: Order, held: Held, meta: Meta, notes: list[str], patience: Patience
 ) -> tuple[Tier, RankManifest] | None:
     for url in order.tiers:
         try:
             tier = tier_at(url)
-            return tier, _save_to(tier, order, arena, meta, notes, patience)
+            return tier, _save_to(tier, order, held, meta, notes, patience)
         except (OSError, CheckpointError) as error:
             notes.append(f"it cannot be saved to {url}: {error}")
     return None
@@ -188,11 +203,11 @@ def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[
             prune(tier, order.keep, order.id, busy())
 
 
-def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str], patience: Patience) -> RankManifest:
+def _save_to(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str], patience: Patience) -> RankManifest:
     folder = order.id.folder
     try:
         tier.make_folder(folder)
-        written = _write_rank(tier, order, arena, meta, notes)
+        written = _write_rank(tier, order, held, meta, notes)
     except Exception as error:  # whatever it is: the others must not wait for this rank
         with contextlib.suppress(OSError):
             tier.put(f"{folder}/{names.failure_name(order.rank)}", str(error).encode())
@@ -206,24 +221,28 @@ def _save_to(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str
     return written
 
 
-def _write_rank(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> RankManifest:
+def _write_rank(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str]) -> RankManifest:
     """Shard, then manifest. A manifest that is there is never replaced: COMMIT may vouch for it already."""
     path = f"{order.id.folder}/{names.manifest_name(order.rank)}"
     if names.manifest_name(order.rank) not in tier.names(order.id.folder):
-        written = _described(order, meta, *_write_shard(tier, order, arena, meta, notes))
+        written = _described(order, meta, *_write_shard(tier, order, held, meta, notes))
         with contextlib.suppress(FileExistsError):
             tier.put(path, manifest.encode(written), exclusive=True)
             return written
     # a persister that died had come this far, or a living one carries out the same order
     found = manifest.decode_own(tier.get(path, manifest.LARGEST), order.id, order.rank)
-    size, image = found.size, arena.image(order.version) if meta.saved else memoryview(b"")
-    hashes = [manifest.digest(image[at : min(at + found.chunk, size)]) for at in range(0, size, found.chunk)]
-    if found != _described(order, meta, found.file, hashes):
+    if found != _described(order, meta, found.file, _hashes(held, order, found) if meta.saved else []):
         raise CheckpointError(f"{path} is there already, of another state")
     return found
 
 
-def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list[str]) -> tuple[str, list[str]]:
+def _hashes(held: Held, order: Order, found: RankManifest) -> list[str]:
+    source, size = held.source(order.version, found.size), found.size
+    lengths = ((at, min(found.chunk, size - at)) for at in range(0, size, found.chunk))
+    return [manifest.digest(source(at, length)[:length]) for at, length in lengths]
+
+
+def _write_shard(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str]) -> tuple[str, list[str]]:
     """Name and checksums of a new file."""
     if not meta.saved:
         return "", []
@@ -231,7 +250,7 @@ def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list
     free = (name for n in range(1000) if (name := names.shard_name(order.rank, n)) not in there)
     for tries, file in enumerate(free, start=1):
         try:
-            source = _in_memory(arena.image(order.version), meta.file_size)
+            source = held.source(order.version, meta.file_size)
             hashes = tier.put_large(f"{order.id.folder}/{file}", source, meta.file_size, manifest.CHUNK)
             break
         except OSError as error:
@@ -240,15 +259,9 @@ def _write_shard(tier: Tier, order: Order, arena: Arena, meta: Meta, notes: list
             notes.append(f"{tier.url}: {file}: {error}; tried again")
     else:
         raise CheckpointError(f"{order.id.folder} is full of shards that were never finished")
-    if all(seal.version != order.version for seal in arena.seals()):
+    if not held.holds(order.version):
         raise CheckpointError("the snapshot was overwritten while it was being saved")
     return file, hashes
-
-
-def _in_memory(image: memoryview, size: int) -> Source:
-    if len(image) < to_page(size):
-        raise CheckpointError(f"{len(image)} bytes cannot be written as {to_page(size)}")
-    return lambda offset, size: image[offset : offset + to_page(size)]
 
 
 def _described(order: Order, meta: Meta, file: str, hashes: Sequence[str]) -> RankManifest:

@@ -1,7 +1,6 @@
 """Copies this rank's state into a slot of its arena, while the step goes on where that is safe.
 
-The layout is planned once: a safetensors header, what this rank saves in the order of the file, then what it keeps in
-memory only. Parameters change in the update alone, so a copy may run beside forward and backward; `before_update` is
+The layout (`checkpoint.layout`) is planned once. Parameters change in the update alone, so a copy may run beside forward and backward; `before_update` is
 where the trainer waits for it. Called by `session.snapshotting`.
 """
 
@@ -12,55 +11,30 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
-from rerail.checkpoint import header
-from rerail.checkpoint.arena import Arena, Entry, Meta
+from rerail.checkpoint.arena import Arena, Meta, NoRoom
 from rerail.checkpoint.device import DeviceCopy
-from rerail.checkpoint.dtypes import code_of, view_of
+from rerail.checkpoint.dtypes import view_of
+from rerail.checkpoint.layout import Layout, Piece, plan
 from rerail.errors import StateError
 
-ALIGN = 64
 LARGE = 256 << 20
 """Bytes of a slot from which on making it takes noticeable time."""
 SMALL_ROOM = 4 << 20
 """Bytes kept for the small state in each slot."""
 
 
-class Piece(NamedTuple):
-    """A tensor of this rank: its local part, which box of the whole it is, and whether this rank is the one to save it."""
-
-    name: str
-    tensor: torch.Tensor
-    whole: tuple[int, ...]
-    start: tuple[int, ...]
-    saved: bool
-    changing: bool = False
-    """Changes in a forward pass, so that it is copied at once."""
-
-
-class _Layout(NamedTuple):
-    pieces: Sequence[Piece]
-    key: list[Any]
-    order: list[int]
-    """Which piece each entry is."""
-    entries: list[Entry]
-    saved: int
-    file_size: int
-    image_size: int
-    head: bytes
-
-
 class Stager:
     """Fills slots; one at a time."""
 
-    def __init__(self, arena: Arena, *, slots: int = 2, overlap: bool = True) -> None:
-        self.arena, self._slots, self._overlap = arena, slots, overlap
-        self._layout: _Layout | None = None
+    def __init__(self, arena: Arena, *, slots: int = 2, overlap: bool = True, most: int | None = None) -> None:
+        """`most`: bytes that all slots together may take; None for as many as the machine can spare."""
+        self.arena, self._slots, self._overlap, self._most = arena, slots, overlap, most
+        self._layout: Layout | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._room: _Layout | None = None
+        self._room: Layout | None = None
         """The layout that there is memory for."""
         self._making_room = False
         self._slot = -1
@@ -141,6 +115,8 @@ class Stager:
         self._making_room = False
         if self._error is not None:
             error, self._error = self._error, None
+            if isinstance(error, NoRoom):
+                raise error
             raise StateError(f"the state could not be copied: {error}") from error
 
     # --- copying ---
@@ -190,35 +166,12 @@ class Stager:
 
     # --- the layout ---
 
-    def _plan(self, pieces: Sequence[Piece]) -> _Layout:
-        if self._layout is not None and self._layout.pieces is pieces:
-            return self._layout
-        key = [
-            (p.name, p.tensor.dtype, p.tensor.shape, p.tensor.device.type, p.whole, p.start, p.saved) for p in pieces
-        ]
-        if self._layout is not None and self._layout.key == key:
-            return self._layout
-        saved = [index for index, piece in enumerate(pieces) if piece.saved]
-        # wide types first: everything is aligned without a gap, which safetensors does not allow
-        saved.sort(key=lambda index: -pieces[index].tensor.element_size())
-        names = _unique([pieces[index].name for index in saved])
-        described = [
-            (name, code_of(pieces[index].tensor.dtype), tuple(pieces[index].tensor.shape))
-            for name, index in zip(names, saved, strict=True)
-        ]
-        head, placed = header.build(described, {"format": "pt"})
-        file_size = placed[-1].at + placed[-1].size if placed else len(head)
-        at, places = file_size, [tensor.at for tensor in placed]
-        rest = [index for index, piece in enumerate(pieces) if not piece.saved]
-        for index in rest:
-            at = -(-at // ALIGN) * ALIGN
-            places.append(at)
-            at += pieces[index].tensor.numel() * pieces[index].tensor.element_size()
-        entries = [_entry(pieces[index], place) for index, place in zip([*saved, *rest], places, strict=True)]
-        self._layout = _Layout(pieces, key, [*saved, *rest], entries, len(saved), file_size, at, head)
+    def _plan(self, pieces: Sequence[Piece]) -> Layout:
+        if self._layout is None or not self._layout.fits(pieces):
+            self._layout = plan(pieces)
         return self._layout
 
-    def _has_room(self, layout: _Layout) -> bool:
+    def _has_room(self, layout: Layout) -> bool:
         """Memory for this layout; much of it is made beside the training."""
         if self._room is not layout:
             self._views, self._slot = {}, -1
@@ -229,13 +182,13 @@ class Stager:
                 self._in_background(lambda: self._make_room(layout), lambda: None)
         return self._room is layout
 
-    def _make_room(self, layout: _Layout) -> None:
+    def _make_room(self, layout: Layout) -> None:
         table = sum(len(entry.name) + 96 for entry in layout.entries)
-        self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size)
+        self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size, self._most)
         _pin(self.arena.slot_image(0)[0])
         self._room = layout
 
-    def _views_of(self, slot: int, layout: _Layout) -> list[torch.Tensor]:
+    def _views_of(self, slot: int, layout: Layout) -> list[torch.Tensor]:
         views = self._views.get(slot)
         if views is None:
             memory, base = self.arena.slot_image(slot)
@@ -254,21 +207,3 @@ def _pin(memory: mmap.mmap) -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
-
-
-def _entry(piece: Piece, at: int) -> Entry:
-    tensor = piece.tensor
-    return Entry(
-        piece.name, code_of(tensor.dtype), tuple(tensor.shape), tensor.device.type, at, piece.whole, piece.start
-    )
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Keys for the file: a second part of the same tensor gets a number."""
-    seen: dict[str, int] = {}
-    found = []
-    for name in names:
-        count = seen.get(name, 0)
-        seen[name] = count + 1
-        found.append(name if not count else f"{name}#{count}")
-    return found

@@ -14,14 +14,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from rerail.checkpoint.persister import LONGEST
 from rerail.checkpoint.saving import Order, Outcome
+from rerail.checkpoint.stream import Stream
 
 STARTS = 3
 """Times that one order may take a persister down before it is given up."""
+
+
+class _Open(NamedTuple):
+    """An order without an outcome."""
+
+    order: Order
+    starts: int
+    """Persisters that have been given it."""
+    stream: Stream | None
 
 
 class Writer:
@@ -30,7 +41,7 @@ class Writer:
     def __init__(self, arena_fd: int, on_outcome: Callable[[Outcome], None]) -> None:
         self._arena_fd = arena_fd
         self._on_outcome = on_outcome
-        self._open: dict[int, tuple[Order, int]] = {}
+        self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
@@ -47,11 +58,11 @@ class Writer:
         """The persister's process id; 0 while there is none."""
         return self._process.pid if self._process is not None else 0
 
-    def save(self, order: Order) -> None:
-        """Hand over an order. Its outcome comes later, from another thread."""
+    def save(self, order: Order, stream: Stream | None = None) -> None:
+        """Hand over an order: to save a sealed version, or what `stream` offers. Its outcome comes from another thread."""
         with self._changed:
-            self._open[order.version] = (order, 1)
-            self._send(order)
+            self._open[order.version] = _Open(order, 1, stream)
+            self._send(order, stream)
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Until every order has an outcome. False if that took longer than `limit_s`."""
@@ -74,17 +85,21 @@ class Writer:
             self._listener.join(None if until is None else max(0.0, until - time.monotonic()))
         return self._listener is None or not self._listener.is_alive()
 
-    def _send(self, order: Order) -> None:
+    def _send(self, order: Order, stream: Stream | None) -> None:
         if self._link is None:
             try:
                 self._start()
             except OSError as error:
                 self._settle(Outcome(version=order.version, ok=False, notes=(f"no persister could start: {error}",)))
                 return
-        try:
-            self._link.send(msgspec.json.encode(order))  # type: ignore[union-attr]
-        except OSError:
-            pass  # it died just now: the listening thread starts another and sends this order again
+        assert self._link is not None, "it was made above"
+        data = [msgspec.json.encode(order)]
+        with contextlib.suppress(OSError):  # it died just now: the listening thread starts another and sends this again
+            if stream is None:
+                self._link.sendmsg(data)
+            else:
+                with stream.connect() as theirs:
+                    socket.send_fds(self._link, data, [theirs.fileno()])
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -129,17 +144,17 @@ class Writer:
                 return
             self._link = None
             again = list(self._open.values())
-        for order, starts in again:
-            self._try_again(order, starts, code)
+        for one in again:
+            self._try_again(*one, code)
 
-    def _try_again(self, order: Order, starts: int, code: int) -> None:
+    def _try_again(self, order: Order, starts: int, stream: Stream | None, code: int) -> None:
         how = f"the persister ended with code {code}"
         if starts >= STARTS:
             self._settle(Outcome(version=order.version, ok=False, notes=(f"{how}, {starts} times",)))
             return
         with self._changed:
-            self._open[order.version] = (order, starts + 1)
-            self._send(order)
+            self._open[order.version] = _Open(order, starts + 1, stream)
+            self._send(order, stream)
 
     def _settle(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)

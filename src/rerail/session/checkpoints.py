@@ -27,6 +27,7 @@ from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Order, Outcome
 from rerail.checkpoint.schedule import Concurrent, Costs, EverySteps, Planned, When
+from rerail.checkpoint.stream import Stream
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
 from rerail.config import DEPOTS
@@ -194,15 +195,24 @@ class Checkpoints:
             self.newest = order.version
             self._writer.save(order)
 
-    def missed(self, version: int) -> None:
-        """Every slot is still being written: the save is left out, not waited for, and the other ranks hear of it."""
+    def from_tensors(self, order: Order, stream: Stream) -> None:
+        """Save without a snapshot: the training waits, unless a fault elsewhere needs this rank."""
+        if self._writer is None:
+            return
+        self.newest = order.version
+        self._writer.save(order, stream)
+        try:
+            while not self._writer.wait(LOOK_S) and not fabric.interrupted:
+                pass
+        finally:
+            stream.close()
+
+    def missed(self, version: int, why: str = "the one before is still being written") -> None:
+        """The save is left out, not waited for, and the other ranks hear of it."""
         tiers, step, rank = self._tiers, self.order(version).id, self._job.rank
-        why = "all its room for snapshots is still being written"
         owed.in_background(lambda: decline(tiers, step, rank, why))
         if self._job.rank == 0:
-            self._tell(
-                "failed", version, f"checkpoint of step {version} left out: the one before is still being written"
-            )
+            self._tell("failed", version, f"checkpoint of step {version} left out: {why}")
 
     def agree(self) -> None:
         """Inside the step behind a save: when the next one is."""

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rerail.checkpoint.catalog import Saved
 from rerail.checkpoint.dtypes import dtype_of
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import owned_name, owner_and_name
-from rerail.checkpoint.staging import Piece
 from rerail.errors import StateError
 from rerail.session import plain
 from rerail.session.tracked import Tracked, local_part, parameters_of

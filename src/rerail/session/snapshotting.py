@@ -15,16 +15,21 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.arena import Arena, NoRoom
+from rerail.checkpoint.layout import Piece, plan
 from rerail.checkpoint.staging import Stager
-from rerail.config import settings_of_rank
+from rerail.checkpoint.stream import Stream
+from rerail.config import bytes_of, settings_of_rank
 from rerail.errors import StateError
+from rerail.session.c10d import cuda_in_use
 from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
@@ -48,6 +53,7 @@ class Snapshotter:
         self._stager: Stager | None = None
         self._pieces = Pieces(job._tracked, job.rank, job.world_size)
         settings = settings_of_rank()
+        self._most = bytes_of(settings.snapshot_memory) if settings.snapshot_memory else None
         self._fixed = settings.snapshot_every > 0
         self.every = settings.snapshot_every or UNTIL_AGREED
         self._share = max(settings.snapshot_cost, 1e-6)
@@ -57,6 +63,8 @@ class Snapshotter:
         self._copying = False
         """A copy was begun that the next update has to wait for."""
         self._only_for_saves = False
+        self._cannot_save = ""
+        """Why this rank's state cannot be saved at all."""
         self._first_of_replicas = True
 
     def begin(self) -> None:
@@ -69,7 +77,7 @@ class Snapshotter:
                 min(self._job._tracked.replicas(self._job.rank, self._job.world_size)) == self._job.rank
             )
             slots = self._job._checkpoints.in_flight + 1
-            self._stager = Stager(self.arena, slots=slots, overlap=self._job._attempt.watched > 0)
+            self._stager = Stager(self.arena, slots=slots, overlap=self._job._attempt.watched > 0, most=self._most)
             self._job._checkpoints.begin(self.arena.fd)
 
     def adopt(self, every: int) -> None:
@@ -91,25 +99,30 @@ class Snapshotter:
         """Copy this version if it is its turn. Only one of several replicas copies tensors."""
         job, version = self._job, self._job._version
         save = job._checkpoints.due(version) or (last and job._checkpoints.on)
-        due = version % self.every == 0 and not self._only_for_saves
-        if self._stager is None or not (save or due) or (version in self.small_versions() and not save):
+        due = version % self.every == 0 and not self._only_for_saves and self._stager is not None
+        if not (save or due) or (version in self.small_versions() and not save):
             return
-        keeper = job._buffers.too_large or self._first_of_replicas
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))
+            keeper = job._buffers.too_large or self._first_of_replicas
+            pieces = self._pieces.all(own_buffers=job._buffers.too_large) if keeper else []
+            if self._stager is None:
+                self._save_from_tensors(pieces, encode(full))
+                return
             order = job._checkpoints.order(version) if job._checkpoints.on else None
             taken = self._stager.stage(
                 version,
-                self._pieces.all(own_buffers=job._buffers.too_large) if keeper else [],
+                pieces,
                 encode(full),
                 order=msgspec.json.encode(order) if order is not None else b"",
                 pinned=job._checkpoints.pinned,
                 sealed=lambda _: job._checkpoints.sealed(order) if save and order is not None else None,
             )
         except StateError as error:
-            print(f"rerail: rank {job.rank}: {error}; training goes on without memory snapshots", file=sys.stderr)
-            self.arena = self._stager = None
+            self._without_snapshots(error)
+            if save:
+                self.take_if_due(small, last=last)
             return
         if save and not taken:
             if last and tries:
@@ -122,6 +135,27 @@ class Snapshotter:
         held = self.small_versions()
         if held:
             job._cursor.drop_before(held[0])
+
+    def _without_snapshots(self, error: StateError) -> None:
+        """Go on without; a host that has no room for them can still save."""
+        job, self.arena, self._stager = self._job, None, None
+        self._cannot_save = "" if isinstance(error, NoRoom) else str(error)
+        then = "training goes on without memory snapshots"
+        if job._checkpoints.on and not self._cannot_save:
+            then += "; checkpoints are written straight from the tensors, and each holds the training up meanwhile"
+        print(f"rerail: rank {job.rank}: {error}; {then}", file=sys.stderr, flush=True)
+
+    def _save_from_tensors(self, pieces: Sequence[Piece], small: bytes) -> None:
+        checkpoints, version = self._job._checkpoints, self._job._version
+        if self._cannot_save:
+            checkpoints.missed(version, self._cannot_save)
+            return
+        layout = plan(pieces)
+        if cuda_in_use():
+            torch.cuda.synchronize()  # another thread reads what the training's own streams still write
+        checkpoints.from_tensors(
+            checkpoints.order(version), Stream(layout.of_file(small), partial(layout.fill, pieces))
+        )
 
     def before_update(self) -> None:
         """What is being copied is about to be changed."""
