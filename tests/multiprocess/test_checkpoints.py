@@ -116,17 +116,21 @@ def test_a_rank_lost_while_the_next_save_is_agreed_agrees_again_with_the_others(
     assert {(1, 20), (1, 26)} <= set(committed(root)), run.told("the save of the lost rank and the last one")
 
 
-def launched(launcher: str, ranks: int, folder: Path, *args: str) -> dict[int, dict[str, Any]]:
-    """Run the script to its end by one of three launchers; what each rank said last, and its first step."""
+def command_of(launcher: str, ranks: int, folder: Path, *args: str) -> tuple[list[str], dict[str, str]]:
+    """How to run the script by one of three launchers, and in which environment."""
     command = {
         "alone": [],
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
         "rerail": ["-m", "rerail.cli.main", "run", "--nproc-per-node", str(ranks)],
     }[launcher]
     env = {**os.environ, "RERAIL_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    told = subprocess.run(
-        [sys.executable, *command, str(SCRIPT), *args], env=env, capture_output=True, text=True, timeout=150
-    )
+    return [sys.executable, *command, str(SCRIPT), *args], env
+
+
+def launched(launcher: str, ranks: int, folder: Path, *args: str) -> dict[int, dict[str, Any]]:
+    """Run the script to its end; what each rank said last, and its first step."""
+    command, env = command_of(launcher, ranks, folder, *args)
+    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     assert told.returncode == 0, told.stdout + told.stderr
     lines = told.stdout.replace("loaded ", "").replace("}{", "}\n{").splitlines()
     events = [json.loads(line) for line in lines if line.startswith("{")]
@@ -162,17 +166,43 @@ def test_every_layout_reads_what_the_one_before_has_saved(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("alone", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "layout"), [("torchrun", 2, "ddp"), ("torchrun", 2, "fsdp"), ("alone", 1, "ddp")]
+)
 def test_without_rerail_run_a_second_start_goes_on_where_the_first_ended(
-    tmp_path: Path, launcher: str, ranks: int
+    tmp_path: Path, launcher: str, ranks: int, layout: str
 ) -> None:
-    straight = launched(launcher, ranks, tmp_path, "ddp", "9", str(tmp_path / "straight"))
-    half = launched(launcher, ranks, tmp_path, "ddp", "5", str(tmp_path / "parts"))
-    rest = launched(launcher, ranks, tmp_path, "ddp", "9", str(tmp_path / "parts"))
+    straight = launched(launcher, ranks, tmp_path, layout, "9", str(tmp_path / "straight"))
+    half = launched(launcher, ranks, tmp_path, layout, "5", str(tmp_path / "parts"))
+    rest = launched(launcher, ranks, tmp_path, layout, "9", str(tmp_path / "parts"))
     for rank in range(ranks):
         assert rest[rank]["digest"] == straight[rank]["digest"]
         assert {**half[rank]["losses"], **rest[rank]["losses"]} == straight[rank]["losses"]
         assert min(rest[rank]["losses"]) == 6
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "ranks", "layout"), [("torchrun", 2, "fsdp"), ("alone", 1, "ddp")])
+def test_told_to_end_without_rerail_run_it_saves_one_step_more_and_ends(
+    tmp_path: Path, launcher: str, ranks: int, layout: str
+) -> None:
+    straight = launched(launcher, ranks, tmp_path, layout, "40", str(tmp_path / "straight"))
+    root = tmp_path / "root"
+    command, env = command_of(launcher, ranks, tmp_path, layout, "40", str(root), "--every", "1000", "--sleep", "0.1")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if '"rank": 0' in line and '"step": 5,' in line:
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(60) != 0
+    ((_, step),) = committed(root) or [(0, 0)]
+    assert 5 <= step < 40 and f"told to end: step {step} will be saved first" in "".join(said), "".join(said)
+    rest = launched(launcher, ranks, tmp_path, layout, "40", str(root))
+    for rank in range(ranks):
+        assert min(rest[rank]["losses"]) == step + 1
+        assert rest[rank]["digest"] == straight[rank]["digest"]
 
 
 def test_a_finished_job_that_is_started_again_trains_no_further(tmp_path: Path) -> None:

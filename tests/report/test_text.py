@@ -17,7 +17,7 @@ from rerail.errors import UsageError
 from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Phase, Recovery, Report, Role, Rung, Signal
 from rerail.report.compose import one_line
 from rerail.report.summary import find_run
-from rerail.report.text import bar, table
+from rerail.report.text import bar, costs, table
 from rerail.runtime.journal import FILE_NAME, Journal
 
 COST = Cost(detect=0.2, t0=0.04, t1=3.9, t2=0.3, t3=1.1)
@@ -147,3 +147,12 @@ def test_the_line_of_a_repair_tells_its_whole_time_not_that_of_its_last_phase() 
     )
     line = one_line(report, msgspec.structs.replace(recovery, phases=phases))
     assert "replaced in 0.34 s" in line
+
+
+def test_a_restart_that_nobody_can_time_shows_no_times() -> None:
+    (_, report) = incident(1)[-1]
+    assert isinstance(report, Report)
+    report = msgspec.structs.replace(report, rung=Rung.RESTART_ALL, resumed_step=-1)
+    page, row = "\n".join(costs(report)), table([report]).splitlines()[1]
+    assert "T0 to T4 are not known: the script does not call rerail.join()" in page and "0.20 s" in page
+    assert row.split()[-7:] == ["0.20", *"------"] and "3.90" not in page + row

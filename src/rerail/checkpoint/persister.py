@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -112,6 +113,7 @@ def _tidy(order: Order, url: str) -> None:
 
 def main() -> None:
     link_fd, arena_fd = (int(text) for text in sys.argv[1:3])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the rank; when that is gone this process ends by itself
     os.nice(NICE)
     _lowest_io_priority()
     with socket.socket(fileno=link_fd) as link:

@@ -51,9 +51,19 @@ def render(story: Story, catalog: Catalog) -> str:
     return "\n".join([*lines, "more: rerail incidents · rerail status · rerail report N --json"])
 
 
+def blind(report: Report) -> bool:
+    """Whether nobody knows when the training went on: all ranks were started again, and none told a step."""
+    return report.rung is Rung.RESTART_ALL and report.ok and report.resumed_step < 0
+
+
 def costs(report: Report) -> list[str]:
     """Where the time went, with bars."""
     cost = report.cost
+    if blind(report):
+        return [
+            f"  {'detect':<17}{seconds(cost.detect):>8}",
+            "  T0 to T4 are not known: the script does not call rerail.join(), and its ranks tell no steps",
+        ]
     rows = [
         ("T0 lost work", cost.t0),
         ("detect", cost.detect),
@@ -90,7 +100,10 @@ def _row(report: Report) -> tuple[str, ...]:
     figures = (cost.detect, cost.t0, cost.t1, cost.t2, cost.t3, cost.t4, cost.total)
     what = report.summary if len(report.summary) <= 60 else report.summary[:59] + "…"
     verdict = done(report) if report.ok or report.rung is Rung.STOP else f"{done(report)}, failed"
-    return (str(report.incident), when, what, verdict, str(report.lost_steps), *(f"{f:.2f}" for f in figures))
+    lost, told = str(report.lost_steps), [f"{f:.2f}" for f in figures]
+    if blind(report):
+        lost, told = "-", [told[0], *("-" for _ in told[1:])]
+    return (str(report.incident), when, what, verdict, lost, *told)
 
 
 def _heading(report: Report) -> str:

@@ -27,17 +27,22 @@ class BufferGuard:
         self._constant = {name: buffer.clone() for name, buffer in buffers.items()}
 
     @property
+    def learning(self) -> bool:
+        """Whether it is not known yet which buffers change."""
+        return self._seen < LEARNING_STEPS
+
+    @property
     def too_large(self) -> bool:
         """Whether changing buffers do not fit the step journal, so that they are known to this rank alone."""
         size = sum(self._buffers[name].numel() * self._buffers[name].element_size() for name in self._changing)
         return size > JOURNAL_LIMIT
 
     def before_step(self) -> None:
-        names = self._buffers if self._seen < LEARNING_STEPS else self._changing
+        names = self._buffers if self.learning else self._changing
         self._saved = {name: self._buffers[name].clone() for name in names}
 
     def after_step(self) -> None:
-        if self._seen >= LEARNING_STEPS or not self._buffers:
+        if not self.learning or not self._buffers:
             return
         self._seen += 1
         for name, before in self._saved.items():

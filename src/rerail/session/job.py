@@ -32,6 +32,7 @@ from rerail.session.attempt import Attempt
 from rerail.session.buffers import BufferGuard
 from rerail.session.checkpoints import Checkpoints
 from rerail.session.cursor import Cursor
+from rerail.session.ending import Ending
 from rerail.session.fabric import fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
@@ -85,6 +86,7 @@ class Job:
         self._guards = 0
         self._step = _Step(self)
         self._rejoin = Rejoiner(self, link) if link is not None else None
+        self._ending = Ending(self.rank, self.world_size)
         self._checkpoints = Checkpoints(self)
         self._snapshots = Snapshotter(self, link)
         self._attempt.before_update = self._snapshots.before_update
@@ -149,6 +151,7 @@ class Job:
         elif self._checkpoints.on:
             self._checkpoints.claim()
             self._checkpoints.restore()
+            self._ending.watch()
         while True:
             self.rehearsing = False
             if fabric.interrupted and self._rejoin is not None:
@@ -214,6 +217,9 @@ class Job:
 
     def _fetch(self, until: int | None) -> bool:
         """Take down the small state of this version, then get its batch. False at the end."""
+        if self._ending.due(self._version, self._durations):
+            self._save_last()
+            self._ending.end()
         if until is not None and self._version >= until:
             return False
         small = self._small_now()
@@ -248,6 +254,7 @@ class Job:
                 self._snapshots.take_if_due(self._small_now(), last=True)
             self._snapshots.settle()
             self._checkpoints.finish()
+        self._ending.unwatch()
 
     def _enter(self, phase: Phase) -> None:
         if self._clock is not None:
@@ -259,6 +266,8 @@ class Job:
         self._started = time.monotonic()
         self._attempt.begin()
         if self._rejoin is None:
+            if self._buffers.learning:
+                self._buffers.before_step()
             self._checkpoints.agree()
             return
         self._enter(Phase.RUN_OUT if fabric.interrupted else Phase.COMPUTE)
