@@ -205,6 +205,23 @@ def test_told_to_end_without_rerail_run_it_saves_one_step_more_and_ends(
         assert rest[rank]["digest"] == straight[rank]["digest"]
 
 
+@pytest.mark.timeout(200)
+def test_torchrun_can_still_end_the_others_when_one_has_failed_and_start_all_again(tmp_path: Path) -> None:
+    """It ends them with SIGTERM, too; the step they then agree on never comes, and the next attempt must not hear of it."""
+    straight = launched("torchrun", 2, tmp_path, "ddp", "20", str(tmp_path / "straight"))
+    args = ("ddp", "20", str(tmp_path / "root"), "--sleep", "0.05", "--die", "inside@1@9")
+    (python, *command), env = command_of("torchrun", 2, tmp_path, *args)
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    env |= {
+        "TEST_DIR": str(tmp_path),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # else torchrun itself does not come back
+    told = subprocess.run([python, *command], env=env, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stdout + told.stderr
+    for rank in (0, 1):
+        assert straight[rank]["digest"] in told.stdout, told.stdout + told.stderr
+
+
 def test_a_finished_job_that_is_started_again_trains_no_further(tmp_path: Path) -> None:
     root = tmp_path / "root"
     first = launched("rerail", 1, tmp_path, "ddp", "6", str(root))

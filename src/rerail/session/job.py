@@ -86,7 +86,7 @@ class Job:
         self._guards = 0
         self._step = _Step(self)
         self._rejoin = Rejoiner(self, link) if link is not None else None
-        self._ending = Ending(self.rank, self.world_size)
+        self._ending = Ending(self.rank, self.world_size, self._durations)
         self._checkpoints = Checkpoints(self)
         self._snapshots = Snapshotter(self, link)
         self._attempt.before_update = self._snapshots.before_update
@@ -151,7 +151,7 @@ class Job:
         elif self._checkpoints.on:
             self._checkpoints.claim()
             self._checkpoints.restore()
-            self._ending.watch()
+            self._ending.watch(self._checkpoints.epoch)
         while True:
             self.rehearsing = False
             if fabric.interrupted and self._rejoin is not None:
@@ -217,7 +217,7 @@ class Job:
 
     def _fetch(self, until: int | None) -> bool:
         """Take down the small state of this version, then get its batch. False at the end."""
-        if self._ending.due(self._version, self._durations):
+        if self._ending.due(self._version):
             self._save_last()
             self._ending.end()
         if until is not None and self._version >= until:
