@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,9 +28,10 @@ from recovery import machine
 from rerail.checkpoint import catalog, reshard
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.files import FileTier
-from rerail.checkpoint.layout import Piece
+from rerail.checkpoint.layout import Piece, plan
 from rerail.checkpoint.saving import Order, Outcome
 from rerail.checkpoint.staging import Stager
+from rerail.checkpoint.stream import Stream
 from rerail.checkpoint.writer import Writer
 from table import Figure, render, write
 
@@ -79,15 +81,27 @@ class Engine:
         """Seconds for which the trainer waits, and seconds until all is durable."""
         began = time.monotonic()
         blocked = self.stage()
+        self._write(None)
+        return blocked, time.monotonic() - began
+
+    def save_from_tensors(self) -> float:
+        """Seconds of a save without a snapshot, for all of which the trainer waits."""
+        self._version += 1
+        layout = plan(self._pieces)
+        stream = Stream(layout.of_file(b""), partial(layout.fill, self._pieces))
+        seconds = timed(lambda: self._write(stream))
+        stream.close()
+        return seconds
+
+    def _write(self, stream: Stream | None) -> None:
         order = Order(
             version=self._version, epoch=1, generation=0, rank=0, group=(0,), world_size=1, tiers=(str(self.folder),),
             read_back=False,
         )  # fmt: skip
-        self.writer.save(order)
+        self.writer.save(order, stream)
         self.writer.wait()
         if not self._outcome[-1].ok:
             raise SystemExit(f"not saved: {self._outcome[-1].notes}")
-        return blocked, time.monotonic() - began
 
     def load(self, into: State) -> float:
         forget(self.folder)
@@ -171,7 +185,7 @@ def large(folder: Path, gib: float, repeats: int) -> list[Figure]:
     target = {name: torch.zeros_like(t) for name, t in state.items()}
     engine = Engine(state, folder / "large")
     copies = copy_figure(state, repeats)
-    saves, blocked, raw, over, loads, raw_loads, dcp_saves, dcp_loads = ([] for _ in range(8))
+    saves, blocked, raw, over, loads, raw_loads, dcp_saves, dcp_loads, streamed = ([] for _ in range(9))
     for _ in range(repeats):
         raw.append(fio(folder, size, "write"))
         over.append(fio(folder, size, "write", new=False))
@@ -180,6 +194,7 @@ def large(folder: Path, gib: float, repeats: int) -> list[Figure]:
         saves.append(until_durable - stall)
         raw_loads.append(fio(folder, size, "read"))
         loads.append(engine.load(target))
+        streamed.append(engine.save_from_tensors())
         dcp_saves.append(dcp_save(state, folder / "dcp"))
         dcp_loads.append(dcp_load(target, folder / "dcp"))
         shutil.rmtree(folder / "large")
@@ -196,6 +211,7 @@ def large(folder: Path, gib: float, repeats: int) -> list[Figure]:
         Figure(f"{gb}: fio write, O_DIRECT, over a file", "s", tuple(over)),
         Figure(f"{gb}: rerail, sealed to durable", "s", tuple(saves)),
         Figure(f"{gb}: persist / fio, best", "ratio", (persist,), ">= 0.85", persist >= 0.85, higher_is_better=True),
+        Figure(f"{gb}: rerail, without a snapshot", "s", tuple(streamed)),
         Figure(f"{gb}: DCP save, 2 threads", "s", tuple(dcp_saves)),
         Figure(f"{gb}: plain copy", "s", tuple(copies)),
         Figure(f"{gb}: trainer blocked", "s", tuple(blocked)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from rerail.checkpoint import boxes, names
+from rerail.checkpoint import boxes, collecting, names
 from rerail.checkpoint.boxes import Box
 from rerail.checkpoint.manifest import LARGEST, Commit, RankManifest, decode_commit, decode_rank
 from rerail.checkpoint.names import StepId
@@ -78,6 +78,7 @@ def folders(tier: Tier) -> list[Found]:
     return [Found(tier, step, names.COMMIT in tier.names(step.folder)) for step in steps]
 
 
+@collecting.paused()
 def open_step(tier: Tier, step: StepId) -> Step:
     """A committed step with all its manifests, checked against each other. CheckpointError says what is wrong."""
     try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from rerail.checkpoint import boxes
+from rerail.checkpoint import boxes, collecting
 from rerail.checkpoint.boxes import Box
 from rerail.checkpoint.catalog import Part, Saved, Step
 from rerail.checkpoint.dtypes import dtype_of
@@ -47,6 +47,7 @@ class _Detour(NamedTuple):
     into: torch.Tensor
 
 
+@collecting.paused()
 def load(step: Step, wanted: Sequence[Wanted]) -> int:
     """Fill all tensors; bytes read. CheckpointError before anything is changed if one is not in the step as it should be.
 
