@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import pieces, start
 
-from rerail.checkpoint import manifest, room
+from rerail.checkpoint import manifest, room, staging
 from rerail.checkpoint.arena import Arena, NoRoom
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.layout import Piece, plan
@@ -159,6 +159,23 @@ def test_a_rank_that_goes_on_before_the_end_commits_nothing(tmp_path: Path, rank
     assert start([FileTier(tmp_path)], WIDE).version == 10
 
 
+def test_a_persister_that_hangs_keeps_nobody(tmp_path: Path, ranks: Ranks) -> None:
+    stopped = threading.Event()
+
+    def around(fill: Fill, offset: int, buffer: memoryview) -> None:
+        if offset >= manifest.CHUNK and not stopped.is_set():
+            os.kill(ranks.writers[0].pid, signal.SIGSTOP)
+            stopped.set()
+        fill(offset, buffer)
+
+    stream = stream_of(10, 0, around)
+    ranks.writers[0].save(order(10, 0, tmp_path), stream)
+    assert stopped.wait(LIMIT_S) and not ranks.writers[0].wait(0.5)
+    stream.close()
+    ranks.writers[0].kill()
+    assert ranks.writers[0].wait(LIMIT_S) and not ranks.outcomes[0][-1].ok
+
+
 def test_a_closed_stream_answers_nobody(tmp_path: Path, ranks: Ranks) -> None:
     stream = stream_of(10, 0)
     stream.close()
@@ -202,6 +219,19 @@ def test_no_more_memory_is_taken_than_is_allowed() -> None:
         with pytest.raises(NoRoom, match=r"no memory for 2 snapshots of .* MiB each \(1 MiB are allowed\)"):
             stager.stage(1, pieces(1, 0, 1, WIDE), b"")
         assert os.fstat(fd).st_size == 0
+    finally:
+        os.close(fd)
+
+
+def test_room_that_is_made_beside_the_training_and_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "LARGE", 1 << 20)
+    fd = os.memfd_create("large")
+    try:
+        stager, mine = Stager(Arena(fd), most=1 << 20), pieces(1, 0, 1, WIDE)
+        assert not stager.stage(1, mine, b""), "it is only being made"
+        with pytest.raises(NoRoom):
+            while not stager.stage(1, mine, b""):
+                pass
     finally:
         os.close(fd)
 

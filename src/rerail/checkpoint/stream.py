@@ -13,6 +13,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -36,6 +37,8 @@ class Stream:
         self._lock = threading.Lock()
         self._answering: list[tuple[socket.socket, threading.Thread]] = []
         self._closed = False
+        self.heard_at = time.monotonic()
+        """When the persister last asked for anything."""
 
     def connect(self) -> socket.socket:
         """The other end of a new link, for a persister. Nobody answers there once the stream is closed."""
@@ -66,6 +69,7 @@ class Stream:
             ask = memoryview(bytearray(_ASK.size))
             while not self._closed:
                 _receive(link, ask)
+                self.heard_at = time.monotonic()
                 offset, size = _ASK.unpack(ask)
                 part = buffers.of(size)[:size]
                 self._fill(offset, part)

@@ -85,6 +85,12 @@ class Writer:
             self._listener.join(None if until is None else max(0.0, until - time.monotonic()))
         return self._listener is None or not self._listener.is_alive()
 
+    def kill(self) -> None:
+        """End a persister that hangs: what it was to do is tried again by another, as often as for one that dies."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _send(self, order: Order, stream: Stream | None) -> None:
         if self._link is None:
             try:

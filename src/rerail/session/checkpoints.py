@@ -43,6 +43,8 @@ PATIENCE_S = 5.0
 """Seconds after which somebody who waits deserves a word."""
 LOOK_S = 0.2
 """Seconds between two looks for a fault while this rank waits at the end."""
+HUNG_S = 60.0
+"""Seconds beyond the deadline of a save after which a persister that says nothing is ended."""
 SAVES_WITH_CODE = 2
 """The first saves, with which the compile cache is written: by then everything is compiled that ever will be."""
 FIRST_AFTER = 20
@@ -201,11 +203,14 @@ class Checkpoints:
             return
         self.newest = order.version
         self._writer.save(order, stream)
+        hangs = False
         try:
-            while not self._writer.wait(LOOK_S) and not fabric.interrupted:
-                pass
+            while not hangs and not self._writer.wait(LOOK_S) and not fabric.interrupted:
+                hangs = time.monotonic() - stream.heard_at > order.deadline_s + HUNG_S
         finally:
             stream.close()
+        if hangs:
+            self._writer.kill()
 
     def missed(self, version: int, why: str = "the one before is still being written") -> None:
         """The save is left out, not waited for, and the other ranks hear of it."""
