@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import pieces, start
 
-from rerail.checkpoint import manifest, room, staging
+from rerail.checkpoint import catalog, manifest, room, staging
 from rerail.checkpoint.arena import Arena, NoRoom
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.layout import Piece, plan
@@ -264,6 +266,47 @@ def test_the_narrowest_limit_above_this_process_counts(tmp_path: Path) -> None:
     put("proc/self/cgroup", "garbage\n")
     put("proc/meminfo", "garbage\n")
     assert room.memory_left(tmp_path) > 1 << 60  # nothing is known: the kernel decides
+
+
+ALONE = """
+import sys, torch, rerail
+from rerail.checkpoint import staging
+staging.LARGE = 1 << 10
+job = rerail.join()
+model = torch.nn.Linear(300, 300, dtype=getattr(torch, sys.argv[2]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.track(model=model, optimizer=optimizer)
+job.checkpoints(sys.argv[1], when=int(sys.argv[3]))
+for step in job.steps(until=5):
+    with job.step():
+        model(torch.ones(2, 300, dtype=getattr(torch, sys.argv[2]))).abs().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def alone(*args: object) -> str:
+    """What a job of one rank says whose snapshots do not fit, which it finds out beside the training."""
+    env = {**os.environ, "RERAIL_SNAPSHOT_MEMORY": "0"}
+    command = [sys.executable, "-c", ALONE, *map(str, args)]
+    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert told.returncode == 0, told.stderr
+    return told.stderr
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("every", [2, 1000])
+def test_a_job_that_learns_late_that_there_is_no_room_saves_all_the_same(tmp_path: Path, every: int) -> None:
+    said = alone(tmp_path, "float32", every)
+    assert said.count("checkpoints are written straight from the tensors") == 1, said
+    assert [found.id.step for found in catalog.folders(FileTier(tmp_path)) if found.committed][-1] == 5, said
+
+
+@pytest.mark.timeout(120)
+def test_a_state_that_cannot_be_saved_at_all_is_told_and_trained_on(tmp_path: Path) -> None:
+    said = alone(tmp_path, "complex128", 2)
+    assert "left out: tensors of type torch.complex128 cannot be saved" in said, said
+    assert not any(found.committed for found in catalog.folders(FileTier(tmp_path)))
 
 
 @pytest.mark.parametrize("size", ["8GB", "-1GiB", "lots", "1"])

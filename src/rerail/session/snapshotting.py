@@ -120,13 +120,16 @@ class Snapshotter:
                 sealed=lambda _: job._checkpoints.sealed(order) if save and order is not None else None,
             )
         except StateError as error:
+            again = self._stager is not None
             self._without_snapshots(error)
-            if save:
+            if save and again:
                 self.take_if_due(small, last=last)
+            elif save:
+                job._checkpoints.missed(version, str(error))
             return
         if save and not taken:
             if last and tries:
-                self._stager.settle()
+                self.settle()
                 job._checkpoints.wait()
                 self.take_if_due(small, last=True, tries=tries - 1)
             else:
@@ -169,8 +172,11 @@ class Snapshotter:
 
     def settle(self) -> None:
         """Nothing is being copied any more: the state may be replaced."""
-        if self._stager is not None:
-            self._stager.settle()
+        try:
+            if self._stager is not None:
+                self._stager.settle()
+        except StateError as error:
+            self._without_snapshots(error)
 
     def agree(self) -> None:
         """At a few fixed versions: one all-reduce of everyone's wish. Inside the step, so a fault repeats it."""
