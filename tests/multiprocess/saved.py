@@ -1,6 +1,6 @@
 """The script of the checkpoint tests: one small model in any layout, saved as it goes, with a digest of all its tensors.
 
-    saved.py LAYOUT STEPS ROOT,... [--every N] [--sleep S] [--planned] [--bare] [--loaded] [--die WHEN@RANK@STEP]
+    saved.py LAYOUT STEPS ROOT,... [--every N] [--sleep S] [--planned] [--bare] [--loaded] [--die WHEN@RANK@STEP,...]
 
 Dropout, BatchNorm, a scheduler, a shuffled loader, a parameter too short for every rank to have a part of it, and an
 object with a tensor of its own. Prints one JSON line per step, and at the end a digest of the whole tensors by name:
@@ -62,7 +62,7 @@ class Totals:
 
     def state_dict(self) -> dict[str, Any]:
         if self.count == self.die_at:
-            die_once()
+            die_once("before")
         return {"sums": self.sums, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,9 +89,9 @@ def build(layout: str) -> nn.Module:
     return net
 
 
-def die_once() -> None:
+def die_once(when: str) -> None:
     """The first process that comes here is lost."""
-    mark = Path(os.environ["TEST_DIR"], "died")
+    mark = Path(os.environ["TEST_DIR"], f"died-{when}")
     if not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -133,16 +133,17 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true")
     parser.add_argument("--bare", action="store_true", help="track nothing but the model and its optimizer")
     parser.add_argument("--loaded", action="store_true", help="print a digest before the first step, too")
-    parser.add_argument("--die", default="", metavar="before@RANK@STEP or inside@RANK@STEP")
+    parser.add_argument("--die", default="", metavar="before@RANK@STEP, inside@RANK@STEP or again@RANK@STEP")
     args = parser.parse_args()
-    when, victim, at = args.die.split("@") if args.die else ("", "-1", "-1")
+    deaths = {when: (int(rank), int(at)) for when, rank, at in (one.split("@") for one in args.die.split(",") if one)}
     torch.set_num_threads(1)
     job = rerail.join()
     torch.manual_seed(1)
     model = build(args.layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    totals = Totals(int(at) if when == "before" and job.rank == int(victim) else -1)
+    victim, at = deaths.get("before", (-1, -1))
+    totals = Totals(at if job.rank == victim else -1)
     lane = 0 if args.layout == "tp" else job.rank // 2 if args.layout == "fsdp+tp" else job.rank
     torch.manual_seed(100 + lane)
     data = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(lane))
@@ -151,14 +152,18 @@ def main() -> None:
     if not args.bare:
         job.track(scheduler=scheduler, totals=totals)
     job.checkpoints(*args.root.split(","), when=Planned() if args.planned else args.every)
-    first = True
+    first, attempts = True, 0
     for (batch,) in job.steps(loader, until=args.steps):
         if first and args.loaded and job.version >= 0:
             say("loaded ", rank=job.rank, loaded=digest(model, optimizer, totals))
             first = False
         with job.step():
-            if when == "inside" and (job.rank, job.version) == (int(victim), int(at)):
-                die_once()
+            if (job.rank, job.version) == deaths.get("inside"):
+                die_once("inside")
+            if (job.rank, job.version) == deaths.get("again"):
+                attempts += 1
+                if attempts == 2:
+                    die_once("again")
             loss = ((model(batch) - batch) ** 2).mean()
             loss.backward()
             time.sleep(args.sleep)

@@ -70,6 +70,21 @@ def test_a_rank_is_killed_then_the_whole_job_and_the_bits_are_those_of_a_quiet_r
     assert committed(root)[-1] == (2, STEPS)
 
 
+@pytest.mark.timeout(300)
+def test_a_newcomer_that_is_hit_by_the_next_fault_in_its_first_step_keeps_the_true_schedule(
+    start: Start, tmp_path: Path
+) -> None:
+    """Rank 1 is lost in step 6, and rank 0 when all of them replay it."""
+    quiet = start("ddp", "12", str(tmp_path / "quiet"), ranks=3, script=SCRIPT)
+    quiet.finish()
+    run = start(
+        "ddp", "12", str(tmp_path / "root"), "--sleep", "0.1", "--die", "inside@1@6,again@0@6", ranks=3, script=SCRIPT
+    )
+    run.finish()
+    assert len(run.pids[0]) == len(run.pids[1]) == 2, run.told("two replaced ranks")
+    assert run.losses == quiet.losses and run.digests == quiet.digests
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.timeout(300)
 def test_without_room_for_snapshots_every_save_is_waited_for_and_exact(

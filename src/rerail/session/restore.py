@@ -35,6 +35,8 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
         job._buffers.from_journal(job._small.buffers)
         if source.kind == "own":
             job._tracked.load_small_objects(job._small.objects, {})
+        else:  # a newcomer wrote down the schedule that it was built with; the true one came with the replica's state
+            job._small = msgspec.structs.replace(job._small, objects=job._tracked.small_objects(scalars=False))
     elif source.kind == "replica" and plan.version == job._version + 1 and job._ran_out == job._version:
         _advance(job)
     elif source.kind != "own":
