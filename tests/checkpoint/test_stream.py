@@ -218,7 +218,9 @@ def test_no_more_memory_is_taken_than_is_allowed() -> None:
     fd = os.memfd_create("small")
     try:
         stager = Stager(Arena(fd), overlap=False, most=1 << 20)
-        with pytest.raises(NoRoom, match=r"no memory for 2 snapshots of .* MiB each \(1 MiB are allowed\)"):
+        with pytest.raises(
+            NoRoom, match=r"no memory for 2 snapshots of .* MiB each: 1.0 MiB are allowed by snapshot_memory"
+        ):
             stager.stage(1, pieces(1, 0, 1, WIDE), b"")
         assert os.fstat(fd).st_size == 0
     finally:

@@ -513,3 +513,22 @@ def test_the_persister_has_no_torch_and_no_copy_of_the_state(tmp_path: Path) -> 
     private_kb = sum(int(size) for region in ours for size in re.findall(r"Private_\w+:\s+(\d+) kB", region))
     assert private_kb < 60_000, f"the persister holds {private_kb} kB of its own"
     assert [outcome.ok for outcome in told.outcomes] == [True], told.outcomes
+
+
+def test_a_step_that_was_found_damaged_counts_for_no_rule(tmp_path: Path, job: Job) -> None:
+    tier = FileTier(tmp_path)
+    for version in (10, 20, 30):
+        saved(job.save(version, [tmp_path]))
+    damaged = StepId(1, 30, 0)
+    tier.put(f"{damaged.folder}/{names.verified_name(0)}", b"chunk 0 does not match its checksum")
+    saved(job.save(40, [tmp_path], keep=Keep(last=2)))
+    left = [found.id.step for found in catalog.folders(tier)]
+    assert left == [20, 30, 40], "the good ones count, and the damaged one is left to be looked at"
+
+
+@pytest.mark.parametrize("wish", [0, -1])
+def test_a_number_of_steps_to_keep_that_is_none(wish: int) -> None:
+    with pytest.raises(StateError, match=f"keep={wish}"):
+        Keep.of(wish)
+    with pytest.raises(StateError, match="must not be negative"):
+        Keep(every=-5)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from harness import Run, Start
 
-from rerail.checkpoint import catalog
+from rerail.checkpoint import catalog, names
 from rerail.checkpoint.files import FileTier
 
 SCRIPT = Path(__file__).with_name("saved.py")
@@ -218,6 +218,30 @@ def test_told_to_end_without_rerail_run_it_saves_one_step_more_and_ends(
     for rank in range(ranks):
         assert min(rest[rank]["losses"]) == step + 1
         assert rest[rank]["digest"] == straight[rank]["digest"]
+
+
+@pytest.mark.timeout(120)
+def test_a_step_that_a_start_finds_damaged_is_marked_and_no_longer_counted_on(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    launched("alone", 1, tmp_path, "ddp", "8", str(root))
+    newest = root / [one for one in catalog.folders(FileTier(root)) if one.committed][-1].id.folder
+    (shard,) = newest.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    again = launched("alone", 1, tmp_path, "ddp", "12", str(root))
+    assert min(again[0]["losses"]) == 5, "it starts from the step before"
+    assert "does not match its checksum" in (newest / names.verified_name(0)).read_text()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("arguments", "why"), [("''", "empty place"), ("'x', when=0", "at least 1"), ("'x', keep=0", "at least 1")]
+)
+def test_places_and_rules_that_are_none(tmp_path: Path, arguments: str, why: str) -> None:
+    script = f"import rerail; rerail.join().checkpoints({arguments})"
+    told = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert told.returncode == 1 and why in told.stderr, told.stderr
 
 
 @pytest.mark.timeout(200)

@@ -150,7 +150,7 @@ class Arena:
             room.take(self.fd, total, most)
         except OSError as error:
             raise NoRoom(
-                f"no memory for {slots} snapshots of {image_bytes >> 20} MiB each ({error.strerror})"
+                f"no memory for {slots} snapshots of {image_bytes / (1 << 20):.1f} MiB each: {error.strerror}"
             ) from error
         self._map = mmap.mmap(self.fd, total)
         self._slots, self._meta_bytes, self._image_bytes = slots, meta_bytes, image_bytes

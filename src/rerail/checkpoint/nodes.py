@@ -28,7 +28,9 @@ _T = TypeVar("_T")
 def of_this_job(env: Mapping[str, str] = os.environ) -> NodesTier:
     """The nodes of the job that this process is part of."""
     depots, store = env.get(DEPOTS, ""), settings_of_rank(env).node_store
-    if not depots or not store:
+    if store and not depots:
+        raise CheckpointError("nodes:// is a place inside a job: only `rerail run` makes the nodes keep checkpoints")
+    if not store:
         raise CheckpointError(
             "nodes:// is a place inside a job: set RERAIL_NODE_STORE=memory:8GiB, or to a directory that every node has, "
             "for rerail run"

@@ -24,6 +24,15 @@ READERS = 8
 """Chunks on their way from the disk at the same time."""
 
 
+class Damaged(CheckpointError):
+    """The bytes of a shard are not those that were saved."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__(what)
+        self.rank = rank
+        """Whose shard it is."""
+
+
 class Copy(NamedTuple):
     """Bytes wanted from a shard: where they are in the file, and the address they go to."""
 
@@ -99,7 +108,7 @@ def verified(tier: Tier, folder: str, manifest: RankManifest) -> Iterator[Source
         with _reading(path):
             found = tier.size(path)
             if found != manifest.size:
-                raise CheckpointError(f"{path} has {found} bytes, its manifest says {manifest.size}")
+                raise Damaged(f"{path} has {found} bytes, its manifest says {manifest.size}", manifest.rank)
             read_file = opened.enter_context(tier.reading(path))
 
         def source(offset: int, size: int) -> memoryview:
@@ -108,7 +117,7 @@ def verified(tier: Tier, folder: str, manifest: RankManifest) -> Iterator[Source
                 read_file(offset, buffer, size)
             index = offset // manifest.chunk
             if digest(buffer[:size]) != manifest.hashes[index]:
-                raise CheckpointError(f"{path}: chunk {index} ({size} bytes) does not match its checksum")
+                raise Damaged(f"{path}: chunk {index} ({size} bytes) does not match its checksum", manifest.rank)
             return buffer
 
         yield source

@@ -14,7 +14,7 @@ from rerail.checkpoint import names
 from rerail.checkpoint.manifest import LARGEST, Commit, decode_commit
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.tiers import Tier
-from rerail.errors import CheckpointError
+from rerail.errors import CheckpointError, StateError
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +29,16 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     metric: str = ""
     """Name of the metric; a leading `-` means that less is better, as in `-loss`."""
 
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            if getattr(self, name) < 0:
+                raise StateError(f"Keep({name}={getattr(self, name)}): must not be negative")
+
     @classmethod
     def of(cls, wish: Keep | int | None) -> Keep:
         """As users say it: a rule, the newest so many, or everything."""
+        if isinstance(wish, int) and wish < 1:
+            raise StateError(f"keep={wish}: the number of steps to keep is at least 1; without keep, all stay")
         return cls(last=wish) if isinstance(wish, int) else (wish or cls())
 
     @property
@@ -58,7 +65,7 @@ def to_keep(commits: Iterable[Commit], verified: set[StepId], keep: Keep) -> set
 def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[StepId]:
     """Remove what no rule keeps, and what saves before `committed` left unfinished. What was removed.
 
-    `busy` are steps that are being saved or copied: they are left alone.
+    A step that was found damaged counts for no rule, and is left for people to look at. `busy` are steps that are being saved or copied: they are left alone.
     """
     keep = keep if tier.lasting else Keep(last=1)  # memory is dear, and was compared as it was filled
     whole: list[Commit] = []
@@ -74,10 +81,13 @@ def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[
             commit = decode_commit(tier.get(f"{step.folder}/{names.COMMIT}", LARGEST), step)
         except (OSError, CheckpointError):
             continue  # not ours to judge: `rerail ckpt verify` says what is wrong with it
-        whole.append(commit)
         marks = [names.verified_name(int(rank)) for rank in commit.ranks]
         # a mark with words in it says what was found wrong later
-        if all(mark in there and tier.size(f"{step.folder}/{mark}") == 0 for mark in marks):
+        sizes = [tier.size(f"{step.folder}/{mark}") for mark in marks if mark in there]
+        if any(sizes) and step != committed:
+            continue
+        whole.append(commit)
+        if len(sizes) == len(marks) and not any(sizes):
             verified.add(step)
     stay = to_keep(whole, verified, keep) | {committed} | busy
     gone = sorted([*unfinished, *(commit.id for commit in whole if commit.id not in stay)])

@@ -22,7 +22,8 @@ def take(fd: int, size: int, most: int | None = None) -> None:
     """Make a file in memory this long, all of it backed by memory. OSError with ENOMEM, and an empty file, if it cannot be."""
     try:
         if most is not None and size > most:
-            raise OSError(errno.ENOMEM, f"{most >> 20} MiB are allowed")
+            allowed = f"{most / (1 << 20):.1f} MiB are allowed" if most else "none is allowed"
+            raise OSError(errno.ENOMEM, f"{allowed} by snapshot_memory")
         for at in range(0, size, PIECE):
             here = min(PIECE, size - at)
             left = memory_left()

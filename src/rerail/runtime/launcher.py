@@ -113,6 +113,7 @@ class Launcher:
         self._helpers = (self.agent, self.controller, self.depot)
         self._signals: list[int] = []
         self._asked_at: float | None = None
+        self._at_once = False
         self._wake, self._waker = socket.socketpair()
 
     def run(self) -> int:
@@ -168,7 +169,7 @@ class Launcher:
             if 0 <= agent != EXIT_CRASHED:
                 return agent
             if self._asked_at is not None:
-                return EXIT_FAILED
+                return 128 + self._signals[0]
             if not self._start_again(self.agent, agent):
                 return EXIT_FAILED
         if controller is not None and controller != 0 and self._asked_at is None:
@@ -228,7 +229,8 @@ class Launcher:
             self._asked_at = time.monotonic()
             say(f"{signal_name(self._signals[0])}: ending the job; once more ends it at once")
             self.agent.signal(self._signals[0])
-        if len(self._signals) > 1 and self.agent.process is not None:
+        if len(self._signals) > 1 and self.agent.process is not None and not self._at_once:
+            self._at_once = True
             say("ending at once")
             self.agent.signal(signal.SIGKILL)
 

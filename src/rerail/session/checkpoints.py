@@ -86,6 +86,10 @@ class Checkpoints:
     ) -> None:
         if not where:
             raise StateError("job.checkpoints() needs at least one place: a directory or a URL")
+        if not all(map(os.fspath, where)):
+            raise StateError("job.checkpoints() was given an empty place: a directory or a URL is needed")
+        if isinstance(when, int) and when < 1:
+            raise StateError(f"job.checkpoints(when={when}): the number of steps between two saves is at least 1")
         self._tiers = list({tier.url: tier for tier in (tier_at(os.fspath(place)) for place in where)}.values())
         self._when = EverySteps(when) if isinstance(when, int) else (when or Planned())
         self._keep = Keep.of(keep)

@@ -7,6 +7,7 @@ Why something newer is not taken is told and written to the journal. Called by `
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from rerail.checkpoint import catalog, names
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.names import StepId
+from rerail.checkpoint.reading import Damaged
 from rerail.checkpoint.tiers import Tier
 from rerail.errors import CheckpointError, StateError
 from rerail.session import loading
@@ -25,6 +27,8 @@ from rerail.session.fabric import hearing
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
+NOTE = 1 << 12
+"""Bytes of what was found wrong that are written beside a shard."""
 Tell = Callable[[str, int, str], None]
 """tell(what, version, text)"""
 
@@ -62,6 +66,9 @@ class Starter:
             loading.load(job, catalog.open_step(tier, step))
         except (OSError, CheckpointError, StateError) as error:
             well = False
+            if isinstance(error, Damaged):  # so that nobody counts on this step any more
+                with contextlib.suppress(OSError):
+                    tier.put(f"{step.folder}/{names.verified_name(error.rank)}", str(error).encode()[:NOTE])
             self._tell("passed_over", step.step, f"rank {job.rank}: {tier.url}/{step.folder} is passed over: {error}")
         if not _all_well(job, well):
             return False
