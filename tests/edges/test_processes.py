@@ -58,6 +58,19 @@ def test_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
         run.leaves_nothing()
 
 
+def test_a_second_ctrl_c_ends_it_at_once_and_with_the_same_code(tmp_path: Path) -> None:
+    arguments = ("--shutdown-timeout", "100", *TWO, "--until", "100000", "--deaf", "--delay", "600")
+    with running(tmp_path, *arguments) as run:
+        run.controller()
+        run.await_record("action", lambda action: action.verb == "form")
+        run.signal(signal.SIGINT)
+        run.line("once more ends it at once")
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130, run.story()
+        assert run.err.count("rerail: ending at once") == 1, run.story()
+        run.leaves_nothing()
+
+
 def test_kill_9_of_the_launcher(tmp_path: Path) -> None:
     with running(tmp_path, *TWO, "--until", "100000", "--parent") as run:
         run.controller()
