@@ -7,18 +7,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import Job, insist, load, start
 
-from rerail.checkpoint import catalog, names, retention, saving
+from rerail.checkpoint import catalog, names, persister, retention, saving
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.manifest import Commit, RankEntry
 from rerail.checkpoint.names import StepId
@@ -532,3 +534,24 @@ def test_a_number_of_steps_to_keep_that_is_none(wish: int) -> None:
         Keep.of(wish)
     with pytest.raises(StateError, match="must not be negative"):
         Keep(every=-5)
+
+
+def test_what_is_left_of_a_save_that_was_given_up_makes_room_for_the_next(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persister, "SEEN_S", 0.0)
+    job.stage(10)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    thread = threading.Thread(target=persister.Persister(theirs, job.arenas[0]).run)
+    thread.start()
+    with ours, theirs:
+        ours.send(msgspec.json.encode(job.order(10, [tmp_path], 0, deadline_s=0.1)))  # rank 1 never comes
+        assert not msgspec.json.decode(ours.recv(1 << 17), type=Outcome).ok
+        assert names.ABORT in FileTier(tmp_path).names(StepId(1, 10, 0).folder)
+        job.stage(20)
+        ours.send(msgspec.json.encode(job.order(20, [tmp_path], 0, deadline_s=0.1)))
+        assert not msgspec.json.decode(ours.recv(1 << 17), type=Outcome).ok
+        ours.shutdown(socket.SHUT_WR)
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert [found.id.step for found in catalog.folders(FileTier(tmp_path))] == [20]

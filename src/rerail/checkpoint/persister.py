@@ -13,10 +13,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import msgspec
 
-from rerail.checkpoint import catalog
+from rerail.checkpoint import catalog, names
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.copying import Copier
 from rerail.checkpoint.names import StepId
@@ -32,6 +33,8 @@ LONGEST = 1 << 17
 NOTES, NOTE = 16, 1000
 """How many notes of an outcome are told, and how many characters of each: six bytes each at most, they fit."""
 NICE = 10
+SEEN_S = 5.0
+"""Seconds after which every rank has seen that a save was given up, and its files may go."""
 
 
 class Persister:
@@ -45,6 +48,8 @@ class Persister:
         self._copier = Copier(self._tell)
         self._gone = threading.Event()
         """The rank is gone or done."""
+        self._given_up: list[tuple[float, Order]] = []
+        """Saves that failed, and when: what is left of them takes room that the next one may need."""
         self._newest: tuple[Order, str] | None = None
         """What was committed last, and where: steps that were busy when others were removed are to go at the end."""
 
@@ -74,11 +79,14 @@ class Persister:
     def _carry_out(self, order: Order, held: Held) -> None:
         told, committed = False, ""
         try:
+            self._clear_away()
             for outcome in carry_out(order, held, self._under_way, self._gone.is_set):
                 told = True
                 self._tell(outcome)
                 if outcome.ok and order.rank == min(order.group):
                     committed = outcome.url
+                if not outcome.ok and order.rank == min(order.group):
+                    self._given_up.append((time.monotonic(), order))
             if committed:
                 self._newest = order, committed
                 if committed != order.tiers[-1]:
@@ -91,6 +99,18 @@ class Persister:
         finally:
             with self._lock:
                 self._busy.discard(order.id)
+
+    def _clear_away(self) -> None:
+        """The remains of saves that were given up."""
+        with self._lock:
+            old = [order for at, order in self._given_up if time.monotonic() - at >= SEEN_S]
+            self._given_up = [(at, order) for at, order in self._given_up if order not in old]
+        for order in old:
+            for url in order.tiers:
+                with contextlib.suppress(OSError, CheckpointError):
+                    tier, folder = tier_at(url), order.id.folder
+                    if names.ABORT in (there := tier.names(folder)) and names.COMMIT not in there:
+                        tier.remove(folder)
 
     def _under_way(self) -> set[StepId]:
         with self._lock:
