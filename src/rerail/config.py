@@ -175,20 +175,26 @@ def _number(raw: str, origin: str) -> int | float:
 
 def bytes_of(size: str) -> int:
     """What the setting `snapshot_memory` allows: `8GiB`, or `0`."""
-    found = _BYTES.fullmatch(size)
-    if found is None and size != "0":
+    found = 0 if size == "0" else _bytes(size)
+    if found is None:
         raise ConfigError(f"setting snapshot_memory is {size!r}, but a size such as 8GiB, or 0, is needed")
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    return found
 
 
 def node_memory(node_store: str) -> int:
     """Bytes of memory that the setting `node_store` asks for; 0 if it names a directory instead."""
     kind, _, size = node_store.partition(":")
-    if kind == "memory" and _BYTES.fullmatch(size):
-        return bytes_of(size)
+    found = _bytes(size) if kind == "memory" else None
+    if found is not None:
+        return found
     if node_store.startswith("/"):
         return 0
     raise ConfigError(f"setting node_store is {node_store!r}, but memory:8GiB or an absolute directory is needed")
+
+
+def _bytes(size: str) -> int | None:
+    found = _BYTES.fullmatch(size)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 def _check_ranges(settings: Settings) -> None:

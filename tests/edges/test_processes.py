@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,28 +49,29 @@ def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run.leaves_nothing()
 
 
-def test_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
-    arguments = ("--shutdown-timeout", "1", *TWO, "--until", "100000", "--deaf", "--delay", "600")
-    with running(tmp_path, *arguments) as run:
+@contextlib.contextmanager
+def deaf(folder: Path, shutdown_s: int) -> Iterator[Run]:
+    """All are past join(), and asleep inside their first step: neither Stop nor SIGTERM moves them."""
+    arguments = ("--shutdown-timeout", str(shutdown_s), *TWO, "--until", "100000", "--deaf", "--delay", "600")
+    with running(folder, *arguments) as run:
         run.controller()
-        # all are past join(), and asleep inside their first step: neither Stop nor SIGTERM moves them
         run.await_record("action", lambda action: action.verb == "form")
         run.signal(signal.SIGINT)
+        yield run
         assert run.ended() == 130, run.story()
         run.leaves_nothing()
+
+
+def test_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
+    with deaf(tmp_path, shutdown_s=1):
+        pass
 
 
 def test_a_second_ctrl_c_ends_it_at_once_and_with_the_same_code(tmp_path: Path) -> None:
-    arguments = ("--shutdown-timeout", "100", *TWO, "--until", "100000", "--deaf", "--delay", "600")
-    with running(tmp_path, *arguments) as run:
-        run.controller()
-        run.await_record("action", lambda action: action.verb == "form")
-        run.signal(signal.SIGINT)
+    with deaf(tmp_path, shutdown_s=100) as run:
         run.line("once more ends it at once")
         run.signal(signal.SIGINT)
-        assert run.ended() == 130, run.story()
-        assert run.err.count("rerail: ending at once") == 1, run.story()
-        run.leaves_nothing()
+    assert run.err.count("rerail: ending at once") == 1, run.story()
 
 
 def test_kill_9_of_the_launcher(tmp_path: Path) -> None:

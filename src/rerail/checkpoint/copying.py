@@ -19,7 +19,7 @@ from rerail.checkpoint import catalog, names
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.manifest import LARGEST, decode_commit, decode_rank
 from rerail.checkpoint.names import StepId
-from rerail.checkpoint.reading import verified, verify
+from rerail.checkpoint.reading import mark, verified, verify
 from rerail.checkpoint.retention import prune
 from rerail.checkpoint.saving import Order, Outcome, insist_on_newest
 from rerail.checkpoint.tiers import Source, Tier, tier_at
@@ -86,7 +86,7 @@ def _copy(
         target.put(f"{folder}/{names.manifest_name(rank)}", text)
         if read_back:
             verify(target, folder, manifest)
-            target.put(f"{folder}/{names.verified_name(rank)}", b"")
+            mark(target, folder, rank)
     before_commit()
     with contextlib.suppress(FileExistsError):
         target.put(f"{folder}/{names.COMMIT}", commit, exclusive=True)

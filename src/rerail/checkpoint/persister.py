@@ -1,8 +1,8 @@
 """The process that writes checkpoints while the rank trains on: `python -m rerail.checkpoint.persister LINK ARENA`.
 
-Orders come over a socket, one message each, with a link to the rank's tensors where no snapshot was taken; outcomes go back. Several saves may be under way. When the socket closes the
-rank is gone or done: what was ordered is finished, then the process ends. It never imports torch and holds no copy of
-the state. Started by `checkpoint.writer`.
+Orders come over a socket, one message each, with a link to the rank's tensors where no snapshot was taken; outcomes go
+back. Several saves may be under way. When the socket closes the rank is gone or done: what was ordered is finished, then
+the process ends. It never imports torch and holds no copy of the state. Started by `checkpoint.writer`.
 """
 
 from __future__ import annotations

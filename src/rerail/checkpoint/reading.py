@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from rerail.checkpoint import names
 from rerail.checkpoint.header import PageBuffer
 from rerail.checkpoint.manifest import RankManifest, digest
 from rerail.checkpoint.tiers import Source, Tier
@@ -20,6 +21,8 @@ from rerail.errors import CheckpointError
 
 AHEAD = 1024
 """Chunks that are handed to the readers at once."""
+MARK = 1 << 16
+"""Bytes of a mark beside a shard."""
 READERS = 8
 """Chunks on their way from the disk at the same time."""
 
@@ -72,6 +75,11 @@ def verify(tier: Tier, folder: str, manifest: RankManifest, progress: Callable[[
     return _read_chunks(
         tier, folder, manifest, range(len(manifest.hashes)), lambda _, buffer, __: progress(len(buffer))
     )
+
+
+def mark(tier: Tier, folder: str, rank: int, problem: str = "") -> None:
+    """Leave beside a shard what reading it has found: nothing but a name if it is right, the reason if it is not."""
+    tier.put(f"{folder}/{names.verified_name(rank)}", problem.encode()[:MARK])
 
 
 def _read_chunks(

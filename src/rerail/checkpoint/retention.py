@@ -65,7 +65,8 @@ def to_keep(commits: Iterable[Commit], verified: set[StepId], keep: Keep) -> set
 def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[StepId]:
     """Remove what no rule keeps, and what saves before `committed` left unfinished. What was removed.
 
-    A step that was found damaged counts for no rule, and is left for people to look at. `busy` are steps that are being saved or copied: they are left alone.
+    A step that was found damaged counts for no rule, and is left for people to look at. `busy` are steps that are being
+    saved or copied: they are left alone.
     """
     keep = keep if tier.lasting else Keep(last=1)  # memory is dear, and was compared as it was filled
     whole: list[Commit] = []

@@ -23,7 +23,7 @@ from rerail.checkpoint.arena import Meta
 from rerail.checkpoint.catalog import Step, check_whole, folders
 from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
 from rerail.checkpoint.names import StepId
-from rerail.checkpoint.reading import verify
+from rerail.checkpoint.reading import mark, verify
 from rerail.checkpoint.retention import Keep, prune
 from rerail.checkpoint.tiers import Source, Tier, tier_at
 from rerail.errors import CheckpointError
@@ -192,7 +192,7 @@ def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[
     try:
         if order.read_back and tier.lasting:
             verify(tier, order.id.folder, written)
-            tier.put(f"{order.id.folder}/{names.verified_name(order.rank)}", b"")
+            mark(tier, order.id.folder, order.rank)
     except (OSError, CheckpointError) as error:
         with contextlib.suppress(OSError):
             if names.COMMIT not in tier.names(order.id.folder):

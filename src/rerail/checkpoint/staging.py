@@ -1,7 +1,7 @@
 """Copies this rank's state into a slot of its arena, while the step goes on where that is safe.
 
-The layout (`checkpoint.layout`) is planned once. Parameters change in the update alone, so a copy may run beside forward and backward; `before_update` is
-where the trainer waits for it. Called by `session.snapshotting`.
+The layout (`checkpoint.layout`) is planned once. Parameters change in the update alone, so a copy may run beside forward
+and backward; `before_update` is where the trainer waits for it. Called by `session.snapshotting`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from rerail.checkpoint.arena import Meta
+from rerail.checkpoint.calls import receive_into
 from rerail.checkpoint.header import PageBuffer, to_page
 from rerail.checkpoint.tiers import Source
 from rerail.errors import CheckpointError
@@ -64,11 +65,11 @@ class Stream:
 
     def _answer(self, link: socket.socket) -> None:
         buffers = PageBuffer()
-        with link, contextlib.suppress(OSError, EOFError):
+        with link, contextlib.suppress(OSError):
             link.sendall(_LENGTH.pack(len(self._meta)) + self._meta)
             ask = memoryview(bytearray(_ASK.size))
             while not self._closed:
-                _receive(link, ask)
+                receive_into(link, ask)
                 self.heard_at = time.monotonic()
                 offset, size = _ASK.unpack(ask)
                 part = buffers.of(size)[:size]
@@ -87,11 +88,11 @@ class Streamed:
     def lock_for_reading(self, version: int) -> bool:
         try:
             length = memoryview(bytearray(_LENGTH.size))
-            _receive(self._link, length)
+            receive_into(self._link, length)
             data = memoryview(bytearray(_LENGTH.unpack(length)[0]))
-            _receive(self._link, data)
+            receive_into(self._link, data)
             self._meta = msgspec.msgpack.decode(data, type=Meta)
-        except (OSError, EOFError):
+        except OSError:
             return False
         return True
 
@@ -109,8 +110,8 @@ class Streamed:
             try:
                 with self._lock:
                     self._link.sendall(_ASK.pack(offset, size))
-                    _receive(self._link, part[:size])
-            except (OSError, EOFError) as error:
+                    receive_into(self._link, part[:size])
+            except OSError as error:
                 raise CheckpointError("the rank went on before all of its state was saved") from error
             return part[: to_page(size)]
 
@@ -118,13 +119,3 @@ class Streamed:
 
     def holds(self, version: int) -> bool:
         return True  # what was answered was whole: it waits until it hears the outcome, or answers nothing any more
-
-
-def _receive(link: socket.socket, buffer: memoryview) -> None:
-    """Fill the buffer. EOFError when the other side has closed."""
-    done = 0
-    while done < len(buffer):
-        got = link.recv_into(buffer[done:])
-        if not got:
-            raise EOFError
-        done += got

@@ -18,12 +18,11 @@ from rerail.checkpoint.catalog import Found
 from rerail.checkpoint.copying import copy_step
 from rerail.checkpoint.manifest import RankManifest
 from rerail.checkpoint.names import StepId
-from rerail.checkpoint.reading import verify
+from rerail.checkpoint.reading import mark, verify
 from rerail.checkpoint.retention import Keep, prune
 from rerail.checkpoint.saving import newest_epoch
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.cli.ckpt_roots import (
-    NOTE_LIMIT,
     Row,
     clean,
     find,
@@ -215,15 +214,13 @@ def _verdict(found: Found) -> Verdict:
 
 
 def _mark(tier: Tier, step: StepId, manifest: RankManifest, problem: str) -> None:
-    """Leave beside the shard what was found: nothing but a name if it is right, the reason if an earlier mark is wrong."""
+    """Leave what was found, where that is news: a shard that was never marked and is wrong says so by itself."""
     name = names.verified_name(manifest.rank)
     path = f"{step.folder}/{name}"
     try:
         marked = name in tier.names(step.folder)
-        if problem and marked:
-            tier.put(path, problem.encode()[:NOTE_LIMIT])
-        elif not problem and (not marked or tier.size(path)):
-            tier.put(path, b"")
+        if marked if problem else (not marked or tier.size(path)):
+            mark(tier, step.folder, manifest.rank, problem)
     except OSError as error:
         print(f"rerail ckpt: {tier.url}/{path} could not be written: {error.strerror}", file=sys.stderr)
 

@@ -51,10 +51,9 @@ class Ending:
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             return
-        theirs: TCPStore | None = None
         if self._world_size > 1:
             try:
-                self._store, theirs = self._dial(), self._dial()
+                self._store = self._dial()
             except (RuntimeError, ValueError, KeyError):  # no store, no agreement: it ends at once, as it always did
                 return
         heard, self._bell = socket.socketpair()
@@ -64,7 +63,9 @@ class Ending:
             signal.set_wakeup_fd(other)
             return
         self._key = f"rerail/end-at/{epoch}"
-        self._listener = threading.Thread(target=self._listen, args=(heard, theirs), name="rerail-ending", daemon=True)
+        self._listener = threading.Thread(
+            target=self._listen, args=(heard, self._store), name="rerail-ending", daemon=True
+        )
         self._listener.start()
         atexit.register(self.unwatch)  # a thread inside of torch when the interpreter ends would abort the process
         signal.signal(signal.SIGTERM, self._on_signal)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rerail.checkpoint import catalog, names
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.names import StepId
-from rerail.checkpoint.reading import Damaged
+from rerail.checkpoint.reading import Damaged, mark
 from rerail.checkpoint.tiers import Tier
 from rerail.errors import CheckpointError, StateError
 from rerail.session import loading
@@ -27,8 +27,6 @@ from rerail.session.fabric import hearing
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
-NOTE = 1 << 12
-"""Bytes of what was found wrong that are written beside a shard."""
 Tell = Callable[[str, int, str], None]
 """tell(what, version, text)"""
 
@@ -68,7 +66,7 @@ class Starter:
             well = False
             if isinstance(error, Damaged):  # so that nobody counts on this step any more
                 with contextlib.suppress(OSError):
-                    tier.put(f"{step.folder}/{names.verified_name(error.rank)}", str(error).encode()[:NOTE])
+                    mark(tier, step.folder, error.rank, str(error))
             self._tell("passed_over", step.step, f"rank {job.rank}: {tier.url}/{step.folder} is passed over: {error}")
         if not _all_well(job, well):
             return False
