@@ -116,8 +116,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Steps between memory snapshots; 0 lets rerail choose so that they cost at most `snapshot_cost` of the time."""
     snapshot_cost: float = 0.001
     """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
+    vote_every: int = 100
+    """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; 0: never. One pass over parameters and optimizer state each."""
     snapshot_memory: str = ""
     """Most memory that the snapshots of one rank may take, such as `8GiB`; by default what its node can spare. Where they do not fit, checkpoints are written straight from the tensors, and the training waits for each."""
+    detectors: bool = True
+    """Whether every node watches its own hardware, kernel log, network and storage (a process of about 50 MB per node)."""
+    detectors_off: str = ""
+    """Detectors that are not to run, by name, with wildcards: `host.smart, nvidia`. `rerail check` lists them."""
+    fault_levels: str = ""
+    """How much faults count, if not what the catalogue says: `gpu.xid.63=off, nic.*=warning, gpu.ecc.*=error/drain_node`."""
+    fault_files: str = ""
+    """Files with faults of your own, in the catalogue's format (`rerail faults check FILE`)."""
     node_store: str = ""
     """What every node keeps for the place `nodes://`: `memory:8GiB`, or a directory of its own. Nothing by default: it takes memory, and each node then listens for the others."""
 

@@ -28,17 +28,37 @@ class Severity(StrEnum):
 
     INFO = "info"
     WARNING = "warning"
+    DEGRADED = "degraded"
     ERROR = "error"
-    FATAL = "fatal"
+    CRITICAL = "critical"
 
 
 class Role(StrEnum):
     """Where a fault stands in the chain of cause and effect."""
 
     ROOT = "root"
+    """A cause in itself."""
     SYMPTOM = "symptom"
+    """The consequence of something elsewhere or earlier."""
     CONFIRMATION = "confirmation"
+    """No alarm by itself; with a symptom that it explains it is the root."""
     CLEAR = "clear"
+    """Something is over."""
+    BENIGN = "benign"
+    """Looks like a fault and is none."""
+
+
+class Handling(StrEnum):
+    """What a fault asks for first, from nothing to a person."""
+
+    IGNORE = "ignore"
+    RETRY_IN_PLACE = "retry_in_place"
+    RESTART_PROCESS = "restart_process"
+    RESET_DEVICE = "reset_device"
+    ISOLATE_DEVICE = "isolate_device"
+    DRAIN_NODE = "drain_node"
+    STOP_JOB = "stop_job"
+    HUMAN = "human"
 
 
 class Rung(StrEnum):

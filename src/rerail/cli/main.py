@@ -24,6 +24,8 @@ COMMANDS = {
     "report": "what happened in an incident, why, and where the time went",
     "incidents": "the incidents of a job, one line each",
     "status": "how a job stands right now",
+    "diagnose": "find the root cause in any log of any job",
+    "faults": "list, show and match the faults that are known",
     "ckpt": "list, show, verify, compare, export, import and prune checkpoints",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit code`."""

@@ -59,6 +59,21 @@ def diagnose(events: Sequence[Event], facts: Facts, *, at: float, waited: bool) 
     )
 
 
+def because_of(diagnosis: Diagnosis, cause: Event) -> Diagnosis:
+    """The same incident, whose cause has come to light: the kernel's word on a killed process, a device's on its loss."""
+    return msgspec.structs.replace(
+        diagnosis,
+        code=cause.code,
+        root=cause.id,
+        cause_id=cause.id,
+        echoes=(diagnosis.root, *diagnosis.echoes),
+        transient=cause.transient,
+        rule="machine",
+        summary=f"{diagnosis.summary}: {cause.message}",
+        evidence=_evidence(cause),
+    )
+
+
 def _among_echoes(events: Sequence[Event]) -> tuple[Event, str]:
     """Nobody died, hung or raised: the rank that the others have overtaken, or else the first to complain."""
     late = [event for event in events if event.code == "collective.stalled" and event.rank >= 0]

@@ -28,7 +28,9 @@ from rerail.flow import Signal, new_id
 from rerail.runtime import memory, numa, processes, wire
 from rerail.runtime.children import Child, child_spec, end_all, needs_local_rank, virtual_device
 from rerail.runtime.clock import Reading
+from rerail.runtime.gauges import Gauges
 from rerail.runtime.logs import ERR, OUT, Console, LogBook
+from rerail.runtime.lookout import Lookout
 from rerail.runtime.processes import say
 from rerail.runtime.slots import Slot
 from rerail.runtime.standbys import StandbyPool
@@ -63,6 +65,8 @@ class Agent:
         )
         self.uplink = Uplink(spec, self._greeting, self._order, lambda why: self._end(EXIT_FAILED, why))
         self.watch = Watch(settings, self.slots, self._hung, self._stalled)
+        self.gauges = Gauges()
+        self.lookout = Lookout(settings, spec.job, node, lambda seen: self.uplink.send(wire.Observed(signal=seen)))
         self._cpus, self._cpu_notice = numa.plan(spec.numa_binding, spec.slots)
         self._orders: asyncio.Queue[wire.ToAgent] = asyncio.Queue()
         self._started_at: float | None = None
@@ -79,7 +83,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in {*self.spec.signals_to_handle, "SIGTERM", "SIGINT"}:
             loop.add_signal_handler(signal.Signals[name], self._asked_to_leave, signal.Signals[name])
-        chores = (self.uplink.run(), self._obey(), self.watch.run(), self._keep_house())
+        chores = (self.uplink.run(), self._obey(), self.watch.run(), self._keep_house(), self.lookout.run())
         tasks = [asyncio.create_task(chore) for chore in chores]
         for task in tasks:
             task.add_done_callback(self._chore_ended)
@@ -115,7 +119,7 @@ class Agent:
                 return
             match message:
                 case wire.PickPort():
-                    self.uplink.send(wire.PortPicked(generation=message.generation, port=free_port()))
+                    self.uplink.send(wire.PortPicked(generation=message.generation, port=processes.free_port()))
                 case wire.Start():
                     await self._start(message)
                 case wire.Promote():
@@ -291,7 +295,10 @@ class Agent:
             await asyncio.sleep(BEAT_S)
             versions = {slot.rank: slot.version for slot in self.slots if slot.child is not None}
             pids = {slot.rank: slot.child.pid for slot in self.slots if slot.child is not None}
-            self.uplink.send(wire.Beat(versions=versions, pids=pids))
+            told = self.gauges.read(self.slots)
+            self.uplink.send(
+                wire.Beat(versions=versions, pids=pids, took=told.took, metrics=told.metrics, ballots=told.ballots)
+            )
             self._end_orphans()
 
     def _children(self) -> list[Child]:
@@ -359,12 +366,6 @@ class Agent:
         await self.uplink.close(0.5)
         if not self._done.done():
             self._done.set_result(code)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _main(spec: JobSpec, settings: Settings) -> int:

@@ -34,11 +34,23 @@ HISTORY = 64
 _OFF_MAGIC, _OFF_BEAT, _OFF_STEP, _OFF_PHASE, _OFF_SINCE = 0, 8, 16, 24, 32
 _OFF_GENERATION, _OFF_COMM, _OFF_PENDING, _OFF_STEPS_SEEN, _OFF_OWNER = 40, 48, 56, 64, 72
 _OFF_HISTORY = 128
+_OFF_METRICS = 128 + 8 * HISTORY
+_OFF_TOOK = 1024
+_OFF_BALLOT = _OFF_TOOK + 40 * HISTORY
+METRICS = ("loss", "grad_norm")
+"""Names of metrics that say something about the health of training."""
+GROUPS = 8
+"""Checksums in one ballot: each covers an eighth of the tensors."""
 _HEARD_AT = HEADER + 2 * SLOT
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _PHASE_SINCE = struct.Struct("<QQ")
+_TOOK = struct.Struct("<qdddd")
+_METRIC = struct.Struct("<qd")  # version, value
+_BALLOT = struct.Struct(
+    f"<Iqqqq{GROUPS}Q"
+)  # checksum, version, then first, count and stride of the replicas, then the sums
 _SLOT_HEAD = struct.Struct("<qQQII")  # version, lengths of body and rest, checksum of all of it, that of the rest alone
 
 
@@ -60,6 +72,26 @@ class Phase(IntEnum):
     RUN_OUT = 6
     """Running an interrupted step to its end without peers, to be thrown away."""
     DONE = 7
+
+
+class Took(msgspec.Struct, frozen=True, array_like=True):
+    """Where the seconds of one completed step went."""
+
+    version: int
+    data: float
+    compute: float
+    communication: float
+    """Waiting for others."""
+    checkpoint: float
+
+
+class Ballot(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's vote on what its state is."""
+
+    version: int
+    sums: tuple[int, ...]
+    replicas: tuple[int, ...]
+    """Ranks that must have the same sums."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +151,7 @@ class StepClock:
         _U64.pack_into(self._map, _OFF_GENERATION, generation)
         _U64.pack_into(self._map, _OFF_COMM, 0)
         _U64.pack_into(self._map, _OFF_PENDING, 0)
+        self._map[_OFF_METRICS:HEADER] = bytes(HEADER - _OFF_METRICS)
 
     def beat(self, pending_since_ns: int = 0, collectives: int = 0) -> None:
         """The rank's own watcher thread is alive; `pending_since_ns` when a collective is under way, else 0."""
@@ -135,14 +168,29 @@ class StepClock:
     def set_step(self, step: int) -> None:
         _I64.pack_into(self._map, _OFF_STEP, step)
 
-    def step_took(self, seconds: float) -> None:
-        """Add the duration of a completed step to the history."""
+    def step_took(self, seconds: float, took: Took | None = None) -> None:
+        """Add the duration of a completed step, and where it went, to the history."""
         if self._steps_seen < 0:
             (self._steps_seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
         seen = self._steps_seen
         _U64.pack_into(self._map, _OFF_HISTORY + 8 * (seen % HISTORY), int(seconds * 1e9))
+        if took is not None:
+            row = (took.version, took.data, took.compute, took.communication, took.checkpoint)
+            _TOOK.pack_into(self._map, _OFF_TOOK + _TOOK.size * (seen % HISTORY), *row)
         self._steps_seen = seen + 1
         _U64.pack_into(self._map, _OFF_STEPS_SEEN, seen + 1)
+
+    def set_metric(self, index: int, value: float) -> None:
+        """The newest value of a metric, and the step it is of."""
+        (step,) = _I64.unpack_from(self._map, _OFF_STEP)
+        _METRIC.pack_into(self._map, _OFF_METRICS + _METRIC.size * index, step, value)
+
+    def write_ballot(self, ballot: Ballot) -> None:
+        """Vote; the newest ballot replaces the one before. Replicas are evenly spaced ranks, as in every mesh."""
+        first, count = ballot.replicas[0], len(ballot.replicas)
+        stride = ballot.replicas[1] - first if count > 1 else 1
+        body = struct.pack(f"<qqqq{GROUPS}Q", ballot.version, first, count, stride, *ballot.sums)
+        self._map[_OFF_BALLOT : _OFF_BALLOT + _BALLOT.size] = _U32.pack(zlib.crc32(body)) + body
 
     def write_small(self, version: int, body: bytes, rest: bytes = b"") -> None:
         """Seal the small state of `version`. Two slots alternate, so a crash in between leaves the older one whole.
@@ -219,6 +267,27 @@ class StepClock:
         count = min(seen, HISTORY)
         order = range(seen - count, seen)
         return tuple(_U64.unpack_from(self._map, _OFF_HISTORY + 8 * (i % HISTORY))[0] / 1e9 for i in order)
+
+    def took(self, behind: int) -> list[Took]:
+        """Completed steps with a version beyond `behind`, oldest first, as far as they are kept."""
+        (seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
+        order = range(seen - min(seen, HISTORY), seen)
+        rows = (_TOOK.unpack_from(self._map, _OFF_TOOK + _TOOK.size * (i % HISTORY)) for i in order)
+        return [Took(*row) for row in rows if row[0] > behind]
+
+    def metrics(self) -> dict[str, tuple[int, float]]:
+        """Newest metrics by name: the version they are of, and the value."""
+        rows = {name: _METRIC.unpack_from(self._map, _OFF_METRICS + _METRIC.size * i) for i, name in enumerate(METRICS)}
+        return {name: (row[0], row[1]) for name, row in rows.items() if row != (0, 0.0)}
+
+    def ballot(self) -> Ballot | None:
+        """The newest vote; None if there is none, or it is just being written."""
+        body = bytes(self._map[_OFF_BALLOT + _U32.size : _OFF_BALLOT + _BALLOT.size])
+        (crc,) = _U32.unpack_from(self._map, _OFF_BALLOT)
+        version, first, count, stride, *totals = struct.unpack(f"<qqqq{GROUPS}Q", body)
+        if not count or zlib.crc32(body) != crc:
+            return None
+        return Ballot(version, tuple(totals), tuple(range(first, first + count * stride, stride)))
 
     def read(self) -> Reading:
         """One consistent-enough look: each field is written whole, the fields not all at one instant."""

@@ -20,9 +20,9 @@ from rerail.config import EXIT_DONE, JobSpec, Settings
 from rerail.decide.budget import Budget
 from rerail.decide.choose import choose, exit_code_of
 from rerail.decide.rules import Situation
-from rerail.detect.classify import classify
+from rerail.detect.levels import Levels
+from rerail.diagnose.classify import Classifier
 from rerail.diagnose.rootcause import Facts, diagnose
-from rerail.faults.catalog import load_catalog
 from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Rung, Signal
 from rerail.recover.execute import Execution, Stage
 from rerail.report.compose import compose, controller_lost, one_line, timeline
@@ -32,6 +32,9 @@ from rerail.runtime.fleet import Fleet, Link, RankState
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake, Sighting
 from rerail.runtime.journal import Journal
+from rerail.runtime.machines import HEALTH, Machines
+from rerail.runtime.processes import say
+from rerail.runtime.situation import seen_in
 from rerail.runtime.takeover import Takeover, alive_mark
 from rerail.runtime.wire import AgentHello, LeaveJob, PortPicked, Rejected, Shutdown, ToController, Welcome
 
@@ -47,11 +50,6 @@ class Inbound:
     message: ToController | None
 
 
-def say(text: str) -> None:
-    """One line for the user."""
-    print(f"rerail: {text}", file=sys.stderr, flush=True)
-
-
 class Controller:
     """The loop and the little it remembers between two turns."""
 
@@ -64,7 +62,8 @@ class Controller:
         self.intake = Intake(self.fleet, spec.job, settings)
         self.admission = Admission(self.fleet, spec, token)
         self.execution = Execution(self.fleet, spec, settings)
-        self.catalog = load_catalog()
+        self.classifier = Classifier(Levels.of(settings).catalog())
+        self.machines = Machines(self.classifier, tell)
         self.incident: Incident | None = None
         self.incidents = 0
         self.budget = Budget()
@@ -138,7 +137,10 @@ class Controller:
             if sighting.signal.source.startswith("checkpoint."):
                 self._records.append((0, sighting.signal))  # written down, and no fault
                 continue
-            event = classify(sighting.signal, self.catalog)
+            if sighting.signal.source.startswith(HEALTH):
+                self._records += self.machines.heard(sighting.signal, self.incident)
+                continue
+            event = self.classifier.classify(sighting.signal)
             rank = self.fleet.ranks.get(event.rank)
             newest = event.generation >= self.fleet.generation
             lost = event.code == "node.lost" or (rank is not None and rank.state is RankState.LOST)
@@ -169,7 +171,8 @@ class Controller:
             return None
         gone = frozenset(rank.rank for rank in self.fleet.in_state(RankState.LOST))
         waited = now >= incident.echo_deadline and not self.fleet.away
-        found = diagnose(incident.fresh, Facts(gone=gone), at=time.time(), waited=waited)
+        events = [*incident.fresh, *self.machines.causes_of(incident.fresh)]
+        found = diagnose(events, Facts(gone=gone), at=time.time(), waited=waited)
         if found is not None:
             self._records.append((incident.number, found))
         return found
@@ -267,21 +270,11 @@ class Controller:
         return any(event.generation >= self.fleet.generation for event in fresh)
 
     def _situation(self, diagnosis: Diagnosis, incident: Incident) -> Situation:
-        fleet = self.fleet
-        survivors = [rank for rank in fleet.members() if rank.rank not in diagnosis.lost]
-        fault = self.catalog.get(diagnosis.code)
-        lost_nodes = {fleet.ranks[number].node for number in diagnosis.lost}
-        return Situation(
-            aware=fleet.aware,
-            in_training=bool(survivors)
-            and not fleet.dismissed
-            and all(rank.can_be_interrupted() for rank in survivors),
+        fault = self.classifier.catalog.get(diagnosis.code)
+        return msgspec.structs.replace(
+            seen_in(self.fleet, diagnosis),
             settled=time.monotonic() - self._started > SETTLED_S,
             programming=fault is not None and fault.kind == "programming",
-            survivors=len(survivors),
-            # one that may still come back will be told again
-            nodes_up=all(fleet.agents[node].connected or fleet.agents[node].gone_since for node in lost_nodes),
-            exited=len(fleet.in_state(RankState.EXITED)),
             tried=incident.tried,
             budget=self.budget,
             restarts_allowed=self._restarts()[1],
@@ -320,7 +313,7 @@ class Controller:
 
     def note_takeover(self, signal: Signal, down_s: float) -> None:
         """Write down that a former controller was lost and nothing had to be repaired."""
-        event = classify(signal, self.catalog)
+        event = self.classifier.classify(signal)
         diagnosis = diagnose([event], Facts(), at=signal.at, waited=True)
         if diagnosis is not None:
             self.incidents += 1
@@ -332,7 +325,7 @@ class Controller:
         incident = self._incident(None)
         diagnosis = incident.newest_diagnosis()
         summary = diagnosis.summary if diagnosis is not None else decision.why
-        fault = self.catalog.get(diagnosis.code) if diagnosis is not None else None
+        fault = self.classifier.catalog.get(diagnosis.code) if diagnosis is not None else None
         advice = f"\n  {fault.advice}" if fault is not None and fault.advice else ""
         root = next((event for event in incident.events if diagnosis is not None and event.id == diagnosis.root), None)
         culprit = root.rank if root is not None else -1

@@ -1,7 +1,7 @@
 """Turns agents' messages and passing deadlines into fleet updates and, where something went wrong, Signals.
 
 The controller's `detect`: called by `runtime.controller` for every message and every turn. Judges nothing: what a signal
-means is for `detect.classify` and `diagnose`.
+means is for `diagnose.classify` and `diagnose`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -185,3 +186,10 @@ def cpu_seconds(pids: Iterable[int]) -> float:
             stat = Path(f"/proc/{pid}/stat").read_bytes()
             ticks += sum(int(field) for field in stat[stat.rindex(b")") + 2 :].split()[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """A port that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

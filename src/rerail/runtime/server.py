@@ -30,9 +30,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rerail.config import JobSpec, Settings
 from rerail.errors import JournalError, UsageError, WireError
-from rerail.runtime.controller import Controller, Inbound, say
+from rerail.runtime.controller import Controller, Inbound
 from rerail.runtime.frames import MAX_MESSAGE, decode_to_controller, encode
 from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.runtime.processes import say
 from rerail.runtime.wire import AgentHello, Rejected, Shutdown, ToAgent
 
 ADDRESS_FILE = "controller.json"

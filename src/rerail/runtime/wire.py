@@ -19,6 +19,7 @@ from __future__ import annotations
 import msgspec
 
 from rerail.flow import Signal
+from rerail.runtime.clock import Ballot, Took
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -285,6 +286,11 @@ class Beat(Message, frozen=True, kw_only=True):
 
     versions: dict[int, int]
     pids: dict[int, int] = {}
+    took: dict[int, list[Took]] = {}
+    """By rank: where the time of some of the newest steps went. All ranks tell of the same steps."""
+    metrics: dict[int, dict[str, tuple[int, float]]] = {}
+    ballots: dict[int, Ballot] = {}
+    """By rank: a checksum of its state that has not been told before."""
 
 
 class LeaveJob(Message, frozen=True, kw_only=True):

@@ -59,7 +59,7 @@ class Attempt:
             raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
         if fabric.inner_backend != "gloo" and cuda_in_use():
             # The update must not be queued behind a collective that may yet be aborted.
-            torch.cuda.current_stream().synchronize()
+            fabric.synchronize()
             if fabric.interrupted:
                 raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
         if not self.update_begun:

@@ -73,6 +73,9 @@ class Fabric:
         self.cuts = 0
         """Interrupts since the generation was formed."""
         self.cut_at = 0.0
+        self.exposed_s = 0.0
+        """Of the step under way: seconds in which a GPU had nothing to do but its last collective."""
+        self._mark: Any = None
         self._before_forming: set[tuple[int, int]] | None = None
         self._laid = threading.Event()
         """Set when the wires of the generation being formed are laid, or not wanted any more."""
@@ -91,6 +94,18 @@ class Fabric:
         """Count this collective and remember it as the newest, for the beat thread."""
         self.collectives += 1
         self._newest = work
+        if self._mark is not None:
+            self._mark.record()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, and note how long it had been waiting for others."""
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end.record()
+        torch.cuda.current_stream().synchronize()
+        if self._mark is None:
+            self._mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        elif self._mark.query():
+            self.exposed_s = max(0.0, self._mark.elapsed_time(end) / 1e3)
 
     def pending_since(self) -> int:
         """When the newest collective was first seen under way, if it is still; else 0. Asked at every beat."""

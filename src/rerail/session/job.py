@@ -38,6 +38,7 @@ from rerail.session.link import AgentLink
 from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
 from rerail.session.small import Small, to_journal
 from rerail.session.snapshotting import Snapshotter
+from rerail.session.telemetry import Telemetry
 from rerail.session.tracked import Tracked
 
 P = ParamSpec("P")
@@ -90,6 +91,7 @@ class Job:
         self._checkpoints = Checkpoints(self)
         self._snapshots = Snapshotter(self, link)
         self._attempt.before_update = self._snapshots.before_update
+        self._telemetry = Telemetry(self._clock, self._tracked, self.rank, self.world_size)
 
     @property
     def version(self) -> int:
@@ -130,8 +132,12 @@ class Job:
         self._checkpoints.configure(where, when, keep, compile_cache)
 
     def metric(self, name: str, value: float) -> None:
-        """A number to be kept with the next checkpoint: `keep=Keep(best=3, metric="-loss")` goes by it."""
+        """A number to be kept with the next checkpoint: `keep=Keep(best=3, metric="-loss")` goes by it.
+
+        `loss` and `grad_norm` are also watched: not a number, spikes, divergence.
+        """
         self._checkpoints.metric(name, value)
+        self._telemetry.metric(name, float(value))
 
     def steps(self, loader: Iterable[Any] | None = None, *, until: int | None = None) -> Iterator[Any]:
         """Hand out batches (or step numbers, without a loader) until `until` updates are complete.
@@ -222,17 +228,18 @@ class Job:
             self._ending.end()
         if until is not None and self._version >= until:
             return False
-        small = self._small_now()
+        small, began = self._small_now(), time.monotonic()
         try:
             self._batch, self._random_after = self._cursor.take(self._version, small.random)
         except StopIteration:
             return False
-        self._has_batch, self._small = True, small
+        self._has_batch, self._small, got = True, small, time.monotonic()
         if not self.rehearsing:
             if self._clock is not None:
                 self._clock.write_small(self._version, *to_journal(small))
                 self._clock.set_step(self._version)
             self._snapshots.take_if_due(small)
+        self._telemetry.fetched(began, got)
         return True
 
     def _small_now(self) -> Small:
@@ -264,6 +271,7 @@ class Job:
         if not self._has_batch:
             raise StateError("job.step() belongs inside `for batch in job.steps(...)`, once per batch")
         self._started = time.monotonic()
+        self._telemetry.began()
         self._attempt.begin()
         if self._rejoin is None:
             if self._buffers.learning:
@@ -311,7 +319,7 @@ class Job:
         self._has_batch, self._batch, self._broke_off = False, None, -1
         if self._clock is not None:
             self._clock.set_step(self._version)
-            self._clock.step_took(took)
+            self._telemetry.committed(self._version, took, self._snapshots.stalled_s)
         if self._announce >= 0 and self._rejoin is not None:
             usual = statistics.median(self._durations) if self._durations else 0.0
             self._rejoin.resumed(self._announce, took, usual)

@@ -6,6 +6,7 @@ the same script runs with torch's own groups and without repairs. Called by the 
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from rerail.config import settings_of_rank
 from rerail.errors import JobStopped
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
-from rerail.session import groups
+from rerail.session import groups, waiting
 from rerail.session.c10d import HashStore
 from rerail.session.fabric import fabric, hearing
 from rerail.session.job import Job, Place
@@ -25,6 +26,8 @@ from rerail.session.link import AgentLink, connect
 
 STUCK_S = 10.0
 """Seconds after an interrupt at which a rank that has not parked writes its stacks to its log."""
+LEAVE_S = 2.0
+"""Seconds that gloo's threads may take to come to rest at the end of a script."""
 _job: Job | None = None
 
 
@@ -144,6 +147,9 @@ def _join_plain(backend: str | None, timeout: timedelta | None) -> Job:
         else:
             dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=timeout)
             rank, world_size = 0, 1
+        if chosen == "gloo":
+            # a thread of gloo's that still lets go of Python objects when the interpreter is gone aborts the process
+            atexit.register(waiting.until_asleep, LEAVE_S)
     return Job(None, Place(rank, world_size, local_rank, device))
 
 

@@ -58,6 +58,8 @@ class Snapshotter:
         self.every = settings.snapshot_every or UNTIL_AGREED
         self._share = max(settings.snapshot_cost, 1e-6)
         self._took_s = 0.0
+        self.stalled_s = 0.0
+        """What the newest update waited for its copy."""
         self._costs: deque[float] = deque(maxlen=8)
         """Of the newest snapshots: seconds they held the step up, and seconds of a CPU beside it."""
         self._copying = False
@@ -162,11 +164,13 @@ class Snapshotter:
 
     def before_update(self) -> None:
         """What is being copied is about to be changed."""
+        self.stalled_s = 0.0
         if self._stager is not None and self._copying:
             self._copying = False
             waited = time.monotonic()
             self._stager.before_update()
-            self._took_s += time.monotonic() - waited
+            self.stalled_s = time.monotonic() - waited
+            self._took_s += self.stalled_s
             self._costs.append(self._took_s + self._stager.cpu_s)
             self._job._checkpoints.stall_s = self._took_s
 

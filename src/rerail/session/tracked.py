@@ -76,14 +76,22 @@ class Tracked:
 
     def tensors(self) -> Named:
         """Everything large, in an order that is the same on every rank with the same objects."""
-        found = {**self.parameters(), **self.buffers()}
+        found = {**self.parameters(), **self.buffers(), **self._optimizer_tensors()}
+        for name, value in self.objects.items():
+            plain.take_out_tensors(value.state_dict(), name, found)
+        return found
+
+    def trained_tensors(self) -> list[torch.Tensor]:
+        """Parameters and optimizer state: what replicas must agree on, bit for bit."""
+        return [*self.parameters().values(), *self._optimizer_tensors().values()]
+
+    def _optimizer_tensors(self) -> Named:
+        found: Named = {}
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, torch.Tensor):
                         found[f"{name}:{index}:{key}"] = local_part(value)
-        for name, value in self.objects.items():
-            plain.take_out_tensors(value.state_dict(), name, found)
         return found
 
     def prepare(self, table: list[Entry]) -> list[torch.Tensor]:

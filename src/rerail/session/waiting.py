@@ -28,6 +28,28 @@ _LEFT = "a collective was left behind after its connections were cut"
 _WORKER = "(pt_gloo_runloop"
 
 
+class Idle:
+    """How long this rank has waited for others, as far as Python sees it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._promised = self._kept = 0.0
+
+    def promised(self) -> None:
+        self._promised = time.monotonic()
+
+    def kept(self) -> None:
+        self._kept = time.monotonic()
+
+    def tail(self, since: float) -> float:
+        """DDP waits inside of torch. It has nothing left to compute when its last collective begins, so it waits from
+        there to its end."""
+        return max(0.0, self._kept - self._promised) if self._promised >= since else 0.0
+
+
+idle = Idle()
+
+
 class LeftBehind(RuntimeError):
     """The collective will not end by itself."""
 
@@ -56,6 +78,14 @@ class Stuck:
 
 def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
     """Wait for a collective that gloo's own threads carry out. RuntimeError when it broke or is stuck."""
+    began = time.monotonic()
+    try:
+        _wait(work, timeout, judge)
+    finally:
+        idle.seconds += time.monotonic() - began
+
+
+def _wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
     until = time.monotonic() + timeout.total_seconds() if timeout else 0.0
     stuck: Stuck | None = None
     while True:
@@ -75,6 +105,14 @@ def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> No
 
 def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
     """Wait for a send or a receive: it can only be waited for as a whole, so another thread does, and may be left."""
+    began = time.monotonic()
+    try:
+        _wait_aside(work, timeout, judge)
+    finally:
+        idle.seconds += time.monotonic() - began
+
+
+def _wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
     aside: _Aside | None = getattr(_own, "aside", None)
     if aside is None:
         aside = _own.aside = _Aside()
@@ -112,6 +150,7 @@ class Promises:
         """A future that carries the tensors as they are where `inner` would carry an error."""
         own: Any = torch._C.Future([t.device for t in outputs if t.is_cuda])
         key = id(own)
+        idle.promised()
         self._open[key] = own, outputs, group
         inner.add_done_callback(partial(self._ended, key))
         return own
@@ -128,6 +167,7 @@ class Promises:
                     own.set_result(outputs)
 
     def _ended(self, key: int, inner: Any) -> None:
+        idle.kept()
         own, value, group = self._open.pop(key, (None, [], None))
         if own is None or group is None:
             return
@@ -158,6 +198,14 @@ class _Aside:
 
 
 _own = threading.local()
+
+
+def until_asleep(timeout: float) -> None:
+    """Wait until gloo's threads have nothing left to do."""
+    quiet, until = 0, time.monotonic() + timeout
+    while quiet < QUIET_LOOKS and time.monotonic() < until:
+        time.sleep(0.01)
+        quiet = quiet + 1 if _workers_asleep() else 0
 
 
 def _workers_asleep() -> bool:

@@ -1,0 +1,194 @@
+"""The process that watches a machine: runs all detectors, holds what they see against the catalogue, and tells what is wrong.
+
+Started by the agent as `python -m rerail.detect.monitor`, one per node; writes one JSON object per line to standard output.
+A process of its own, because drivers and file systems hang: then this process hangs and not the agent. Every detector has a
+thread of its own, because one that hangs must not stop the others.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import IO
+
+import msgspec
+
+from rerail.detect.detector import Detector, Line, Reading, Watcher
+from rerail.detect.judge import Judge
+from rerail.detect.kernel_log import KernelLog
+from rerail.detect.levels import Levels
+from rerail.faults.catalog import Catalog, Fault, load_catalog
+from rerail.faults.matcher import Matcher
+from rerail.faults.sightings import sightings
+from rerail.flow import Role
+
+SOURCE = "machine"
+"""Of the signals that are made of it."""
+RATE = 20
+"""Findings of one code that are told within RATE_S; more of the same say nothing new."""
+RATE_S = 60.0
+STUCK_S = 60.0
+"""A detector that has not come back for this long is told of once."""
+BREAKS = 5
+"""A detector that failed this often in a row is given up."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that began or ended; a line of this process's output."""
+
+    code: str
+    detector: str
+    subject: str = ""
+    text: str = ""
+    """The log line, or what was read."""
+    over: bool = False
+    """The fault has ended."""
+    at: float = 0.0
+    """Wall clock when it was seen."""
+
+
+class Monitor:
+    """Detectors, catalogue and an outlet."""
+
+    def __init__(self, catalog: Catalog, tell: Callable[[Found], None], levels: Levels | None = None) -> None:
+        self._levels = levels or Levels()
+        faults = [fault for fault in map(self._levels.apply, catalog.faults) if fault is not None]
+        self._matcher = Matcher(faults)
+        self._judge = Judge(faults)
+        self._clears = [fault for fault in faults if fault.role is Role.CLEAR]
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._told: dict[str, deque[float]] = {}
+        self._counts: dict[tuple[str, str], deque[float]] = {}
+        self._busy: dict[str, float] = {}
+        self._stuck: set[str] = set()
+
+    # --- what detectors bring ---
+
+    def line(self, line: Line, detector: str) -> None:
+        """One log line: the faults it shows, seen often enough to count."""
+        for sighting in sightings(self._matcher, line.text):
+            fault = sighting.fault
+            if line.source not in fault.seen or fault.role in (Role.BENIGN, Role.CONFIRMATION):
+                continue
+            subject = sighting.device
+            if not self._counted(fault, subject):
+                continue
+            self._say(fault, detector, subject, line.text, over=fault.role is Role.CLEAR)
+
+    def reading(self, reading: Reading, detector: str) -> None:
+        """One sample: what begins or ends with it."""
+        with self._lock:
+            findings = self._judge.take(reading, time.monotonic())
+        for finding in findings:
+            self._say(finding.fault, detector, reading.subject, finding.text, over=not finding.begins)
+
+    def _counted(self, fault: Fault, subject: str) -> bool:
+        if fault.times <= 1:
+            return True
+        now = time.monotonic()
+        with self._lock:
+            seen = self._counts.setdefault((fault.code, subject), deque())
+            seen.append(now)
+            while fault.within_s and seen[0] < now - fault.within_s:
+                seen.popleft()
+            if len(seen) < fault.times:
+                return False
+            seen.clear()
+        return True
+
+    def _say(self, fault: Fault, detector: str, subject: str, text: str, *, over: bool) -> None:
+        now = time.monotonic()
+        with self._lock:
+            told = self._told.setdefault(fault.code, deque(maxlen=RATE))
+            if not over and len(told) == RATE and told[0] > now - RATE_S:
+                return
+            told.append(now)
+            codes = [fault.code] if fault.role is not Role.CLEAR else list(fault.clears)
+            for code in codes:
+                self._tell(
+                    Found(code=code, detector=detector, subject=subject, text=text[:4096], over=over, at=time.time())
+                )
+
+    # --- running them ---
+
+    def run(self, detectors: Iterable[Detector], watchers: Iterable[Watcher]) -> None:
+        """One thread each; returns at once."""
+        for detector in detectors:
+            if self._levels.wants(detector.name) and not detector.supported():
+                threading.Thread(target=self._look, args=(detector,), name=detector.name, daemon=True).start()
+        for watcher in watchers:
+            if self._levels.wants(watcher.name) and not watcher.supported():
+                threading.Thread(target=self._watch, args=(watcher,), name=watcher.name, daemon=True).start()
+
+    def _look(self, detector: Detector) -> None:
+        broken = 0
+        while broken < BREAKS:
+            self._busy[detector.name] = time.monotonic()
+            try:
+                readings = detector.check()
+                broken = 0
+            except Exception as error:  # a detector is a guest here: it may fail, the others go on
+                readings, broken = [], broken + 1
+                note(f"detector {detector.name} failed: {type(error).__name__}: {error}")
+            self._busy.pop(detector.name, None)
+            for reading in readings:
+                self.reading(reading, detector.name)
+            time.sleep(detector.every_s)
+        note(f"detector {detector.name} is given up: it failed {BREAKS} times in a row")
+
+    def _watch(self, watcher: Watcher) -> None:
+        try:
+            for item in watcher.watch():
+                if isinstance(item, Line):
+                    self.line(item, watcher.name)
+                else:
+                    self.reading(item, watcher.name)
+        except Exception as error:  # as above
+            note(f"detector {watcher.name} ended: {type(error).__name__}: {error}")
+
+    def stuck(self) -> list[str]:
+        """Detectors that hang, each named once."""
+        now = time.monotonic()
+        hanging = [name for name, since in list(self._busy.items()) if now - since > STUCK_S]
+        fresh = [name for name in hanging if name not in self._stuck]
+        self._stuck = set(hanging)
+        return fresh
+
+
+def note(text: str) -> None:
+    """For the agent's log."""
+    print(f"rerail monitor: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Watch until the agent goes."""
+    from rerail.detect.inventory import all_detectors, all_watchers
+
+    os.nice(5)
+    out: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    levels = Levels.from_environment()
+    monitor = Monitor(load_catalog(levels.files), out.put, levels)
+    injected = os.environ.get("RERAIL_INJECT", "") == "1"
+    monitor.run(all_detectors(), [KernelLog(injected=injected), *all_watchers()])
+    parent = os.getppid()
+    stream: IO[bytes] = sys.stdout.buffer
+    while os.getppid() == parent:
+        try:
+            found = out.get(timeout=5.0)
+        except queue.Empty:
+            for name in monitor.stuck():
+                note(f"detector {name} has not come back for {STUCK_S:.0f} s: what it watches may hang")
+            continue
+        stream.write(msgspec.json.encode(found) + b"\n")
+        stream.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

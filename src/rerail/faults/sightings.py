@@ -1,0 +1,63 @@
+"""Turns one raw log line into the faults it shows. Pure. Called by `detect.logs`, `detect.monitor` and `diagnose.classify`."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from rerail.faults.catalog import Fault
+from rerail.faults.lines import Line, take_apart
+from rerail.faults.matcher import Matcher, compiled
+from rerail.flow import Role
+
+TOLD_AT_INFO = ("numerics", "scheduler", "node", "npu", "nic", "process")
+"""Classes whose faults programs report without calling them errors: a loss that is nan, a job that is cancelled."""
+_DEVICE = re.compile(r"\b(?:PCI:)?([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
+
+
+class Sighting(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault, and where it was seen."""
+
+    fault: Fault
+    text: str = ""
+    file: str = ""
+    line: int = 0
+    rank: int = -1
+    device: str = ""
+    """Bus address, where the line names one."""
+    time: float = -1.0
+    """Seconds since the epoch, or -1."""
+    order: int = 0
+    """Place among all that was read: later in a file is larger."""
+
+
+def sightings(matcher: Matcher, raw: str, *, file: str = "", number: int = 0, rank: int = -1) -> list[Sighting]:
+    """All that this line shows."""
+    line = take_apart(raw)
+    device = _DEVICE.search(line.text)
+    return [
+        Sighting(
+            fault=fault,
+            text=line.raw.strip(),
+            file=file,
+            line=number,
+            rank=line.rank if line.rank >= 0 else rank,
+            device=device[1].lower() if device else "",
+            time=line.time,
+        )
+        for fault in faults_in(matcher, line)
+    ]
+
+
+def faults_in(matcher: Matcher, line: Line) -> list[Fault]:
+    """Faults that a line shows, its level considered: what is told for information is no alarm."""
+    found = list(matcher.match(line.text) or (matcher.match(line.raw) if line.text != line.raw else ()))
+    if line.level in ("debug", "info") and not line.kernel:
+        found = [fault for fault in found if _told_at_info(fault)]
+    return [fault for fault in found if not fault.unless or not compiled(fault.unless).search(line.raw)]
+
+
+def _told_at_info(fault: Fault) -> bool:
+    by_machine = any(place in fault.seen for place in ("kernel", "vendor", "bmc"))
+    return fault.kind in TOLD_AT_INFO or by_machine or fault.role in (Role.CLEAR, Role.BENIGN)

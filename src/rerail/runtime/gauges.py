@@ -1,0 +1,66 @@
+"""Reads what ranks tell of their steps from their clock pages, once a beat, and only what is new. Called by `runtime.agent`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rerail.runtime.clock import Ballot, Took
+from rerail.runtime.slots import Slot
+
+PER_BEAT = 16
+"""Steps of a rank that are told in one beat. Of faster ones every 2nd, 4th, 8th ... is told, the same by all ranks."""
+
+
+class Told(NamedTuple):
+    """What is new."""
+
+    took: dict[int, list[Took]]
+    metrics: dict[int, dict[str, tuple[int, float]]]
+    ballots: dict[int, Ballot]
+
+
+class Gauges:
+    """What has been told already, by place."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[int, int]] = {}
+        self._voted: dict[int, tuple[int, int]] = {}
+
+    def read(self, slots: Sequence[Slot]) -> Told:
+        """One look at all ranks of the node."""
+        return Told(self._took(slots), self._metrics(slots), self._ballots(slots))
+
+    def _took(self, slots: Sequence[Slot]) -> dict[int, list[Took]]:
+        """New steps of every rank."""
+        found: dict[int, list[Took]] = {}
+        for slot in slots:
+            if slot.child is None:
+                continue
+            pid, behind = self._told.get(slot.local_rank, (0, -1))
+            steps = slot.clock.took(behind if pid == slot.child.pid else -1)
+            if not steps:
+                continue
+            self._told[slot.local_rank] = slot.child.pid, steps[-1].version
+            stride = 1 << max(0, math.ceil(math.log2(len(steps) / PER_BEAT)))
+            found[slot.rank] = [step for step in steps if step.version % stride == 0]
+        return found
+
+    def _metrics(self, slots: Sequence[Slot]) -> dict[int, dict[str, tuple[int, float]]]:
+        """Newest metrics of every rank that has any."""
+        found = {slot.rank: slot.clock.metrics() for slot in slots if slot.child is not None}
+        return {rank: metrics for rank, metrics in found.items() if metrics}
+
+    def _ballots(self, slots: Sequence[Slot]) -> dict[int, Ballot]:
+        """Votes that have not been told."""
+        found: dict[int, Ballot] = {}
+        for slot in slots:
+            ballot = slot.clock.ballot() if slot.child is not None else None
+            if ballot is None or slot.child is None:
+                continue
+            key = slot.child.pid, ballot.version
+            if self._voted.get(slot.local_rank) != key:
+                self._voted[slot.local_rank] = key
+                found[slot.rank] = ballot
+        return found

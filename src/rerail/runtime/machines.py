@@ -1,0 +1,80 @@
+"""What is wrong with the machines of a job: remembers what monitors have told, and offers it as the cause of an incident.
+
+Called by `runtime.controller`. A broken device is no incident by itself: ranks that do not mind it train on. When one of
+them breaks, what was seen on its node shortly before, or comes to light shortly after, may be the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rerail.detect.monitor import SOURCE as MACHINE
+from rerail.diagnose.classify import Classifier
+from rerail.diagnose.rootcause import because_of
+from rerail.flow import AnyRecord, Event, Role, Severity, Signal
+from rerail.runtime.incident import Incident
+
+HEALTH = (MACHINE, "training.")
+"""Sources of signals that tell how machines and training are, and that nothing has broken yet."""
+WINDOW_S = 120.0
+"""Seconds between a fault of the machine and one of a rank in which the first may be the cause of the second."""
+KEPT = 1000
+
+
+class Machines:
+    """Faults of machines that have begun and not ended."""
+
+    def __init__(self, classifier: Classifier, tell: Callable[[str], None]) -> None:
+        self._classifier, self._tell = classifier, tell
+        self._standing: dict[tuple[str, str, str], Event] = {}
+
+    def heard(self, signal: Signal, incident: Incident | None) -> list[tuple[int, AnyRecord]]:
+        """Records of one word of a monitor. Of an open incident it may be the cause, told later than the rank died."""
+        event = self.take(signal)
+        number = incident.number if incident is not None else 0
+        records: list[tuple[int, AnyRecord]] = [(number, signal), (number, event)]
+        if incident is not None and incident.diagnosis is not None and self.causes_of(incident.events) == [event]:
+            incident.diagnosis = because_of(incident.diagnosis, event)
+            incident.link((signal, event))
+            records.append((number, incident.diagnosis))
+        return records
+
+    def take(self, signal: Signal) -> Event:
+        """One word of a monitor; the event it is."""
+        event = self._classifier.classify(signal)
+        subject = str(signal.payload.get("subject", ""))
+        key = (event.node, event.code, subject)
+        if signal.payload.get("over"):
+            if self._standing.pop(key, None) is not None:
+                self._tell(f"{event.node}: {event.code} is over{f' ({subject})' if subject else ''}")
+            return event
+        known = self._standing.pop(key, None)
+        self._standing[key] = event
+        while len(self._standing) > KEPT:
+            self._standing.pop(next(iter(self._standing)))
+        if known is None and event.severity in (Severity.ERROR, Severity.CRITICAL, Severity.DEGRADED):
+            self._tell(f"{event.message} ({event.code}): {event.evidence[:200]}")
+        return event
+
+    def causes_of(self, events: Sequence[Event]) -> list[Event]:
+        """Faults of the same machines that explain these events: by the catalogue, or by being grave and near in time."""
+        nodes = {event.node for event in events}
+        return [
+            one
+            for one in self._standing.values()
+            if one.node in nodes and one.role is Role.ROOT and any(self._explains(one, event) for event in events)
+        ]
+
+    def _explains(self, cause: Event, effect: Event) -> bool:
+        if abs(effect.first_seen - cause.last_seen) > WINDOW_S:
+            return False
+        fault, catalog = self._classifier.catalog.get(effect.code), self._classifier.catalog
+        if fault is not None and fault.is_caused_by(cause.code):
+            return True
+        known = catalog.get(cause.code)
+        broken = known is not None and known.hardware and cause.severity is Severity.CRITICAL
+        return broken and (effect.role is Role.SYMPTOM or effect.code.startswith(("process.", "rank.", "node.")))
+
+    def standing(self) -> Iterable[Event]:
+        """For `rerail status`."""
+        return self._standing.values()
