@@ -26,6 +26,10 @@ DEPOT_SOCKET = "RERAIL_DEPOT_SOCKET"
 """In a depot's environment: the descriptor it listens on."""
 DEPOT_KEY = "RERAIL_DEPOT_KEY"
 """In a rank's environment: what it needs to know to be let in there."""
+INJECT = "RERAIL_INJECT"
+"""In the environment of all processes of a job: 1 where faults may be injected (`rerail inject`)."""
+CLOUDS = ("aws", "gcp", "azure")
+"""Whose metadata services tell of what is going to happen to a machine."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -62,6 +66,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Restarts of all ranks that are allowed; -1 leaves it to the settings. In-place repairs do not count."""
     shutdown_grace_s: float = 5.0
     """Seconds between SIGTERM and SIGKILL when the job ends (--shutdown-timeout)."""
+    allow_inject: bool = False
+    """--allow-inject: `rerail inject` may break things in this job on purpose."""
     # this node
     slots: int = 1
     """Ranks on this node (--nproc-per-node)."""
@@ -120,14 +126,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; 0: never. One pass over parameters and optimizer state each."""
     snapshot_memory: str = ""
     """Most memory that the snapshots of one rank may take, such as `8GiB`; by default what its node can spare. Where they do not fit, checkpoints are written straight from the tensors, and the training waits for each."""
-    detectors: bool = True
-    """Whether every node watches its own hardware, kernel log, network and storage (a process of about 50 MB per node)."""
+    detectors: int = 1
+    """1: every node watches its own hardware, kernel log, network and storage, in a process of about 40 MB; 0: it does not."""
     detectors_off: str = ""
     """Detectors that are not to run, by name, with wildcards: `host.smart, nvidia`. `rerail check` lists them."""
     fault_levels: str = ""
     """How much faults count, if not what the catalogue says: `gpu.xid.63=off, nic.*=warning, gpu.ecc.*=error/drain_node`."""
     fault_files: str = ""
     """Files with faults of your own, in the catalogue's format (`rerail faults check FILE`)."""
+    fault_senders: str = ""
+    """Other systems that may report faults to this job, by name: `dcgm, gpud`; none by default."""
+    notice_files: str = ""
+    """Where notices of preemption and maintenance come from: absolute files that appear or change, and the metadata services `aws`, `gcp` and `azure`."""
     node_store: str = ""
     """What every node keeps for the place `nodes://`: `memory:8GiB`, or a directory of its own. Nothing by default: it takes memory, and each node then listens for the others."""
 
@@ -183,11 +193,11 @@ def _number(raw: str, origin: str) -> int | float:
             raise ConfigError(f"{origin} is {raw!r}, but a number is needed") from None
 
 
-def bytes_of(size: str) -> int:
-    """What the setting `snapshot_memory` allows: `8GiB`, or `0`."""
+def bytes_of(size: str, origin: str = "setting snapshot_memory") -> int:
+    """What a size such as `8GiB`, or `0`, comes to; `origin` is named where it is none."""
     found = 0 if size == "0" else _bytes(size)
     if found is None:
-        raise ConfigError(f"setting snapshot_memory is {size!r}, but a size such as 8GiB, or 0, is needed")
+        raise ConfigError(f"{origin} is {size!r}, but a size such as 8GiB, or 0, is needed")
     return found
 
 
@@ -212,6 +222,11 @@ def _check_ranges(settings: Settings) -> None:
         node_memory(settings.node_store)
     if settings.snapshot_memory:
         bytes_of(settings.snapshot_memory)
+    for item in filter(None, map(str.strip, settings.notice_files.split(","))):
+        if item not in CLOUDS and not item.startswith("/"):
+            raise ConfigError(
+                f"setting notice_files: {item!r} is neither an absolute file nor one of {', '.join(CLOUDS)}"
+            )
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
         if not isinstance(value, str) and value < 0:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rerail.detect import host_cpu, host_memory, host_network, host_pci, host_services, host_storage
+from rerail.detect import host_cpu, host_memory, host_network, host_pci, host_services, host_smart, host_storage
 from rerail.detect.detector import Detector, Reading
 from rerail.detect.judge import Judge
 from rerail.faults.catalog import Fault, Sample, parse
 from rerail.faults.check import problems
 
-MODULES = (host_memory, host_cpu, host_pci, host_network, host_storage, host_services)
+MODULES = (host_memory, host_cpu, host_pci, host_network, host_storage, host_smart, host_services)
 FILES = ("host_readings.toml", "host_readings_network.toml")
 FAULTS = [fault for name in FILES for fault in parse((resources.files("rerail.faults") / name).read_text(), name)]
 

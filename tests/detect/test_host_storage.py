@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from test_host_memory import lay, values
 
-from rerail.detect import host_storage
-from rerail.detect.host_storage import OK, Drives, Mounts, Probe, Smart, Space, mounts, smart_values
+from rerail.detect import host_services, host_storage
+from rerail.detect.host_smart import Smart, smart_values
+from rerail.detect.host_storage import OK, Drives, Mounts, Probe, Space, mounts
 
 MOUNTINFO = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 {root_options}
@@ -284,8 +285,8 @@ def test_one_drive_is_asked_at_a_look_and_each_seldom(tmp_path: Path) -> None:
 
 def test_a_tool_that_takes_too_long_is_ended_and_one_that_is_missing_says_nothing() -> None:
     began = time.monotonic()
-    assert host_storage.run_tool([sys.executable, "-c", "import time; time.sleep(60)"], 0.2) is None
+    assert host_services.run_tool([sys.executable, "-c", "import time; time.sleep(60)"], 0.2) is None
     assert time.monotonic() - began < 10
-    assert host_storage.run_tool(["/no/such/tool"], 1) == ""
-    assert host_storage.run_tool([sys.executable, "-c", "print('hello')"], 30) == "hello\n"
+    assert host_services.run_tool(["/no/such/tool"], 1) == ""
+    assert host_services.run_tool([sys.executable, "-c", "print('hello')"], 30) == "hello\n"
     assert eventually(lambda: not any(thread.name == "rerail-reap" for thread in threading.enumerate()))

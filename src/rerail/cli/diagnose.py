@@ -43,15 +43,14 @@ def run(args: argparse.Namespace) -> int:
     found: list[Sighting] = []
     for name in args.logs:
         if name == "-":
-            found += reader.scan(sys.stdin.buffer, "stdin")
+            found += reader.open(sys.stdin.buffer, "stdin")
         else:
             for path in files_of([name]):
                 found += reader.read(path)
-    if reader.unreadable and not reader.size:
-        name, why = next(iter(reader.unreadable.items()))
-        raise UsageError(f"{name} cannot be read: {why}")
     for name, why in reader.unreadable.items():
         print(f"rerail diagnose: {name} cannot be read: {why}", file=sys.stderr)
+    if reader.unreadable and not reader.size:
+        raise UsageError("none of the logs can be read")
     verdict = judge(found)
     print(as_json(verdict) if args.json else as_text(verdict, reader, everything=args.all))
     return FOUND if verdict.root is not None else 0
@@ -122,9 +121,14 @@ def _echo(group: Group) -> str:
 
 def _row(label: str, text: str) -> str:
     width = max(60, min(shutil.get_terminal_size((120, 24)).columns, 140))
-    indent = " " * LABEL
-    body = textwrap.wrap(text, width - LABEL, subsequent_indent=indent, break_on_hyphens=False) or [""]
-    return f"{label:<{LABEL}}" + "\n".join(body)
+    return textwrap.fill(
+        text or " ",
+        width,
+        initial_indent=f"{label:<{LABEL}}",
+        subsequent_indent=" " * LABEL,
+        break_on_hyphens=False,
+        break_long_words=False,  # a path is there to be copied
+    )
 
 
 def _cut(text: str) -> str:

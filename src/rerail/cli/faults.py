@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 
 import msgspec
 
 from rerail.errors import UsageError
-from rerail.faults.catalog import Catalog, Fault, Sample, load_catalog, parse
+from rerail.faults.catalog import Catalog, Fault, Sample, load_catalog
+from rerail.faults.catalog import parse as entries_of
 from rerail.faults.check import problems
-from rerail.faults.matcher import Matcher
+from rerail.faults.matcher import Matcher, plain
 from rerail.faults.sightings import sightings
 
 
@@ -23,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="list|show|match|check")
     listing = what.add_parser("list", help="all faults, one line each")
     listing.add_argument("word", nargs="?", default="", help="only those with this in code, title, class or alias")
-    listing.add_argument("--hardware", action="store_true", help="only faults of hardware")
-    listing.add_argument("--software", action="store_true", help="only faults of software")
+    either = listing.add_mutually_exclusive_group()
+    either.add_argument("--hardware", action="store_true", help="only faults of hardware")
+    either.add_argument("--software", action="store_true", help="only faults of software")
     showing = what.add_parser("show", help="everything about one fault")
     showing.add_argument("code", help="its code, or its id in another catalogue (GPU-XID-79)")
     matching = what.add_parser("match", help="which faults a line shows")
@@ -101,7 +104,8 @@ def described(fault: Fault) -> list[str]:
 
 def _match(args: argparse.Namespace, catalog: Catalog) -> int:
     matcher = Matcher(catalog.faults)
-    lines = [" ".join(args.line)] if args.line else [line.rstrip("\n") for line in sys.stdin]
+    given = [os.fsencode(" ".join(args.line))] if args.line else sys.stdin.buffer
+    lines = [plain(line).decode().rstrip("\r\n") for line in given]
     found = [(line, one.fault) for line in lines for one in sightings(matcher, line)]
     if args.json:
         print(msgspec.json.encode([{"line": line, "code": f.code, "aliases": f.aliases} for line, f in found]).decode())
@@ -118,7 +122,7 @@ def _check(files: list[str]) -> int:
     faults: list[Fault] = []
     for file in files:
         try:
-            faults += parse(Path(file).read_text(encoding="utf-8"), file)
+            faults += entries_of(Path(file).read_text(encoding="utf-8"), file)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{file} cannot be read: {error}") from error
     found = problems(faults, whole=False)

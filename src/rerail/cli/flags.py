@@ -45,6 +45,21 @@ class SwitchFromEnv(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
+class AllowInject(argparse.Action):
+    """A switch that RERAIL_ALLOW_INJECT=1 turns on."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, default: Any = None, **rest: Any) -> None:
+        if default != argparse.SUPPRESS:
+            raw = os.environ.get("RERAIL_ALLOW_INJECT", "") or "0"
+            if raw not in ("0", "1"):
+                raise UsageError(f"environment variable RERAIL_ALLOW_INJECT is {raw!r}, but 0 or 1 is needed")
+            default = raw == "1"
+        super().__init__(option_strings, dest, nargs=0, const=True, default=default, **rest)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, True)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """torchrun's flags, then rerail's own, then the script and whatever follows it."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -244,6 +259,12 @@ def _own_flags(parser: argparse.ArgumentParser) -> None:
         action=store,
         metavar="FILE",
         help="settings (default: rerail.toml in the current folder, if there is one)",
+    )
+    _flag(
+        group,
+        "--allow-inject",
+        action=AllowInject,
+        help="let `rerail inject` break things in this job on purpose (RERAIL_ALLOW_INJECT=1 does the same)",
     )
 
 

@@ -25,6 +25,8 @@ COMMANDS = {
     "incidents": "the incidents of a job, one line each",
     "status": "how a job stands right now",
     "diagnose": "find the root cause in any log of any job",
+    "check": "is this machine healthy? --deep tries memory, devices, network and disk",
+    "inject": "break something in a running job on purpose, where it allows that",
     "faults": "list, show and match the faults that are known",
     "ckpt": "list, show, verify, compare, export, import and prune checkpoints",
 }

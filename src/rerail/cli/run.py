@@ -94,6 +94,7 @@ def spec_from(args: argparse.Namespace) -> JobSpec:
         role=args.role,
         max_restarts=-1 if args.max_restarts is None else args.max_restarts,
         shutdown_grace_s=grace,
+        allow_inject=args.allow_inject,
         slots=slots,
         node_rank=place.node_rank,
         hosts_controller=place.hosts_controller,

@@ -67,6 +67,11 @@ def _how(code: int) -> str:
     return f"ended with exit code {code}{name}"
 
 
+def _doing(status: dict[str, Any]) -> str:
+    """A repair that is not under way is none: then the ranks train."""
+    return "training" if status["stage"] == "idle" else str(status["stage"])
+
+
 def _text(status: dict[str, Any], folder: Path) -> str:
     if not status["live"]:
         code = status["exit_code"]
@@ -75,7 +80,7 @@ def _text(status: dict[str, Any], folder: Path) -> str:
             f"job {status['job']}: {how}, {_count(status['incidents'], 'incident')}\n  {folder}\nmore: rerail incidents"
         )
     lines = [
-        f"job {status['job']}: {_step(status['version'])}, generation {status['generation']} ({status['stage']}), "
+        f"job {status['job']}: {_step(status['version'])}, generation {status['generation']} ({_doing(status)}), "
         f"{_count(status['incidents'], 'incident')}, {_count(status['restarts_used'], 'restart')}"
     ]
     for node in status["nodes"]:
@@ -86,4 +91,6 @@ def _text(status: dict[str, Any], folder: Path) -> str:
         lines.append(
             f"  rank {rank['rank']:<4} {rank['node']}  {rank['state']:<12} {_step(rank['version']):<13} {pid}".rstrip()
         )
+    for fault in status.get("faults", ()):
+        lines.append(f"  fault {fault['code']}: {fault['message']}")
     return "\n".join([*lines, "more: rerail incidents · rerail report"])

@@ -385,7 +385,7 @@ def main(text: str) -> None:
 
         try:
             TESTS[order.test](order, tell)
-        except (ImportError, NotImplementedError) as error:
+        except (ImportError, RuntimeError) as error:
             out(Unseen(area=area, what=subject or area, why=f"cannot be tested here: {error}"))
         except Exception as error:
             if "out of memory" in str(error).lower():

@@ -25,6 +25,8 @@ class Reading(msgspec.Struct, frozen=True):
     value: Value
     note: str = ""
     """For people: serial number, bus address, the raw text."""
+    momentary: bool = False
+    """It happened, and is no state that lasts: told each time, never over."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -35,6 +37,19 @@ class Line(msgspec.Struct, frozen=True):
     text: str
     seq: int = -1
     """Its number in the log, where it has one."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A fault that another system on this machine has found."""
+
+    code: str
+    """Of the catalogue."""
+    subject: str
+    text: str
+    over: bool
+    sender: str
+    at: float
+    """Wall clock when it was seen."""
 
 
 @runtime_checkable
@@ -65,7 +80,7 @@ class Watcher(Protocol):
     def supported(self) -> str:
         """Empty if there is something to watch on this machine, else the reason why not."""
 
-    def watch(self) -> Iterator[Line | Reading]:
+    def watch(self) -> Iterator[Line | Reading | Told]:
         """Blocks until there is something to say; ends when the source is gone for good."""
 
     def blind_spots(self) -> list[str]: ...

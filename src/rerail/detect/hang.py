@@ -62,6 +62,27 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
 
 
+def payload_of(verdict: Verdict, stack: str = "") -> dict[str, str | int | float | bool]:
+    """Of the signal that tells of it; `stack` is where the process stands, innermost frame first."""
+    stalled, evidence = round(verdict.stalled_s, 3), verdict.evidence + (f"\n{stack}" if stack else "")
+    return {"evidence": evidence, "stalled_s": stalled, "state": verdict.state, "kind": verdict.kind}
+
+
+def stalled_payload(node: str, waited: float, ranks: dict[int, Reading]) -> dict[str, str | int | float | bool]:
+    """Of the signal that all ranks of a node wait: which has begun how many collectives, and what each waits in."""
+    waiting: dict[str, list[int]] = {}
+    for rank, reading in ranks.items():
+        waiting.setdefault(reading.collective or "a collective", []).append(rank)
+    each = "; ".join(
+        f"{name} on rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}" for name, some in waiting.items()
+    )
+    return {
+        "evidence": f"all {len(ranks)} ranks of {node} have waited for {waited:.1f} s: {each}",
+        "stalled_s": round(waited, 3),
+        "collectives": ",".join(f"{rank}:{reading.collectives}" for rank, reading in ranks.items()),
+    }
+
+
 def limit(durations: Sequence[float], settings: Settings) -> float:
     """Seconds without progress after which an idle rank hangs."""
     if len(durations) < MIN_STEPS:

@@ -13,6 +13,7 @@ import pkgutil
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,8 @@ from rerail.detect.detector import Detector, Reading, Watcher
 from rerail.detect.kernel_log import KMSG, RECORD, parse_record
 
 VENDORS = ("nvidia", "amd", "ascend")
+KNOW_PROCESSES = ("nvidia", "amd")
+"""Vendors that tell which processes use a device."""
 HOST = "host_"
 LOG_LINES = 20_000
 """Of the kernel log's past that are looked at: the newest."""
@@ -53,18 +56,18 @@ def areas() -> dict[str, str]:
     return host | {name: name for name in VENDORS if name in there}
 
 
-def detectors_of(area: str) -> list[Detector]:
-    """All detectors of one area, whether or not there is something to see for them."""
+def detectors_of(area: str, ours: Callable[[int], bool] | None = None) -> list[Detector]:
+    """All detectors of one area, whether or not there is something to see for them. `ours`: is this process of our job?"""
     name = areas()[area]
     try:
-        return _built(importlib.import_module(f"rerail.detect.{name}"))
+        return _built(importlib.import_module(f"rerail.detect.{name}"), ours if name in KNOW_PROCESSES else None)
     except Exception as error:  # one module that is broken must not blind all the others
         return [Unusable(name, f"cannot be used: {type(error).__name__}: {error}")]
 
 
-def all_detectors() -> list[Detector]:
+def all_detectors(ours: Callable[[int], bool] | None = None) -> list[Detector]:
     """All detectors of all areas."""
-    return [detector for area in areas() for detector in detectors_of(area)]
+    return [detector for area in areas() for detector in detectors_of(area, ours)]
 
 
 def all_watchers() -> list[Watcher]:
@@ -83,11 +86,13 @@ def all_watchers() -> list[Watcher]:
     return found
 
 
-def _built(module: ModuleType) -> list[Detector]:
+def _built(module: ModuleType, ours: Callable[[int], bool] | None) -> list[Detector]:
     make_many, make_one = getattr(module, "detectors", None), getattr(module, "detector", None)
     if make_many is not None:
         return list(make_many())
-    return [make_one()] if make_one is not None else []
+    if make_one is None:
+        return []
+    return [make_one(ours) if ours is not None else make_one()]
 
 
 def kernel_log(path: Path = KMSG) -> tuple[list[tuple[float, str]], str]:

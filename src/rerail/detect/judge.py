@@ -14,6 +14,9 @@ import msgspec
 from rerail.detect.detector import Reading, Value
 from rerail.faults.catalog import Condition, Fault
 
+SPARSE = 1.5
+"""Windows between two looks at a counter that still count as one."""
+
 
 class Finding(msgspec.Struct, frozen=True):
     """A fault has begun, or is over."""
@@ -41,6 +44,7 @@ class _Track:
         self.holds_since: float | None = None
         self.told = False
         self.history: deque[tuple[float, float]] = deque()
+        """Values of a counter, each with the time it was last seen; equal ones in a row are one."""
 
     def compare(self, condition: Condition, value: Value, now: float) -> tuple[bool, Value | None]:
         """Whether it holds now, and what the counter was before."""
@@ -51,13 +55,15 @@ class _Track:
             return False, None
         if self.history and number < self.history[-1][1]:
             self.history.clear()
+        since, last_look = now - condition.within_s, self.history[-1][0] if self.history else now
+        if now - SPARSE * condition.within_s <= last_look < since:
+            since = last_look  # looked at about as seldom as the window is long: then from one look to the next
+        if self.history and self.history[-1][1] == number:
+            self.history.pop()
         self.history.append((now, number))
-        while self.history[0][0] < now - condition.within_s:
+        while self.history[0][0] < since:
             self.history.popleft()
         lowest = self.history[0][1]
-        if len(self.history) > 2 and self.history[-2][1] == number:
-            self.history.pop()  # equal values in a row say nothing new, and a day of them would be long
-            self.history[-1] = (self.history[-1][0], number)
         return number - lowest >= condition.rises, lowest
 
 
@@ -75,6 +81,10 @@ class Judge:
         """What begins or ends with this reading."""
         found = []
         for fault, condition in self._by_reading.get(reading.name, ()):
+            if reading.momentary:
+                if _holds(condition, reading.value):
+                    found.append(Finding(fault, reading, True))
+                continue
             track = self._tracks.setdefault((fault.code, reading.subject), _Track())
             holds, before = track.compare(condition, reading.value, now)
             if not holds:
@@ -89,6 +99,12 @@ class Judge:
                 track.told = True
                 found.append(Finding(fault, reading, True, before))
         return found
+
+    def forget(self, finding: Finding) -> None:
+        """It could not be told: if it still holds at the next reading, it begins then."""
+        track = self._tracks.get((finding.fault.code, finding.reading.subject))
+        if track is not None:
+            track.told = False
 
     def known(self, name: str) -> bool:
         """Whether any fault depends on this reading."""

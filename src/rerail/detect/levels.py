@@ -86,7 +86,8 @@ def parse(text: str) -> tuple[Level, ...]:
     for item in _listed(text):
         glob, given, wish = (part.strip() for part in item.partition("="))
         severity, _, action = wish.partition("/")
-        if not glob or not given or (severity and severity != OFF and severity not in list(Severity)):
+        known = severity in ("", OFF, *Severity) and bool(severity or action) and not (severity == OFF and action)
+        if not glob or not given or not known:
             raise ConfigError(
                 f"setting fault_levels: {item!r} is not understood; write code=level with one of "
                 f"{', '.join((OFF, *Severity))}, and a handling behind it if wanted: gpu.xid.63=error/drain_node"

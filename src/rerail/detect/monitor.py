@@ -7,8 +7,10 @@ thread of its own, because one that hangs must not stop the others.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import queue
+import select
 import sys
 import threading
 import time
@@ -18,7 +20,8 @@ from typing import IO
 
 import msgspec
 
-from rerail.detect.detector import Detector, Line, Reading, Watcher
+from rerail.config import settings_of_rank
+from rerail.detect.detector import Detector, Line, Reading, Told, Watcher
 from rerail.detect.judge import Judge
 from rerail.detect.kernel_log import KernelLog
 from rerail.detect.levels import Levels
@@ -34,6 +37,8 @@ RATE = 20
 RATE_S = 60.0
 STUCK_S = 60.0
 """A detector that has not come back for this long is told of once."""
+IDLE_S = 2.0
+"""Between two looks at whether the agent is still there."""
 BREAKS = 5
 """A detector that failed this often in a row is given up."""
 
@@ -60,7 +65,12 @@ class Monitor:
         faults = [fault for fault in map(self._levels.apply, catalog.faults) if fault is not None]
         self._matcher = Matcher(faults)
         self._judge = Judge(faults)
-        self._clears = [fault for fault in faults if fault.role is Role.CLEAR]
+        self._by_code = {fault.code: fault for fault in faults}
+        self._cleared = {
+            clear.code: [code for code in self._by_code if any(fnmatch.fnmatchcase(code, g) for g in clear.clears)]
+            for clear in faults
+            if clear.role is Role.CLEAR
+        }
         self._tell = tell
         self._lock = threading.Lock()
         self._told: dict[str, deque[float]] = {}
@@ -86,7 +96,16 @@ class Monitor:
         with self._lock:
             findings = self._judge.take(reading, time.monotonic())
         for finding in findings:
-            self._say(finding.fault, detector, reading.subject, finding.text, over=not finding.begins)
+            said = self._say(finding.fault, detector, reading.subject, finding.text, over=not finding.begins)
+            if not said:  # what lasts is told when there is room again
+                with self._lock:
+                    self._judge.forget(finding)
+
+    def told(self, told: Told) -> None:
+        """What another system has found."""
+        fault = self._by_code.get(told.code)
+        if fault is not None:  # else the user does not want to hear of it
+            self._say(fault, f"reported by {told.sender}", told.subject, told.text, over=told.over, at=told.at)
 
     def _counted(self, fault: Fault, subject: str) -> bool:
         if fault.times <= 1:
@@ -102,51 +121,67 @@ class Monitor:
             seen.clear()
         return True
 
-    def _say(self, fault: Fault, detector: str, subject: str, text: str, *, over: bool) -> None:
-        now = time.monotonic()
+    def _say(self, fault: Fault, detector: str, subject: str, text: str, *, over: bool, at: float = 0.0) -> bool:
+        """Whether it was told: not where too many of its kind were."""
+        now, at = time.monotonic(), at or time.time()
         with self._lock:
             told = self._told.setdefault(fault.code, deque(maxlen=RATE))
             if not over and len(told) == RATE and told[0] > now - RATE_S:
-                return
-            told.append(now)
-            codes = [fault.code] if fault.role is not Role.CLEAR else list(fault.clears)
-            for code in codes:
-                self._tell(
-                    Found(code=code, detector=detector, subject=subject, text=text[:4096], over=over, at=time.time())
-                )
+                return False
+            if not over:
+                told.append(now)
+            for code in [fault.code] if fault.role is not Role.CLEAR else self._cleared[fault.code]:
+                self._tell(Found(code=code, detector=detector, subject=subject, text=text[:4096], over=over, at=at))
+        return True
 
     # --- running them ---
 
     def run(self, detectors: Iterable[Detector], watchers: Iterable[Watcher]) -> None:
         """One thread each; returns at once."""
         for detector in detectors:
-            if self._levels.wants(detector.name) and not detector.supported():
+            if self._levels.wants(detector.name):
                 threading.Thread(target=self._look, args=(detector,), name=detector.name, daemon=True).start()
         for watcher in watchers:
-            if self._levels.wants(watcher.name) and not watcher.supported():
+            if self._levels.wants(watcher.name):
                 threading.Thread(target=self._watch, args=(watcher,), name=watcher.name, daemon=True).start()
+
+    def _is_supported(self, one: Detector | Watcher) -> bool:
+        """Asked in its own thread: a driver may hang as early as that."""
+        self._busy[one.name] = time.monotonic()
+        try:
+            return not one.supported()
+        except Exception as error:  # a detector is a guest here: it may fail, the others go on
+            note(f"detector {one.name} failed: {type(error).__name__}: {error}")
+            return False
+        finally:
+            self._busy.pop(one.name, None)
 
     def _look(self, detector: Detector) -> None:
         broken = 0
+        if not self._is_supported(detector):
+            return
         while broken < BREAKS:
             self._busy[detector.name] = time.monotonic()
             try:
-                readings = detector.check()
+                for reading in detector.check():
+                    self.reading(reading, detector.name)
                 broken = 0
-            except Exception as error:  # a detector is a guest here: it may fail, the others go on
-                readings, broken = [], broken + 1
+            except Exception as error:  # as above
+                broken += 1
                 note(f"detector {detector.name} failed: {type(error).__name__}: {error}")
             self._busy.pop(detector.name, None)
-            for reading in readings:
-                self.reading(reading, detector.name)
             time.sleep(detector.every_s)
         note(f"detector {detector.name} is given up: it failed {BREAKS} times in a row")
 
     def _watch(self, watcher: Watcher) -> None:
+        if not self._is_supported(watcher):
+            return
         try:
             for item in watcher.watch():
                 if isinstance(item, Line):
                     self.line(item, watcher.name)
+                elif isinstance(item, Told):
+                    self.told(item)
                 else:
                     self.reading(item, watcher.name)
         except Exception as error:  # as above
@@ -166,29 +201,54 @@ def note(text: str) -> None:
     print(f"rerail monitor: {text}", file=sys.stderr, flush=True)
 
 
+def _below(agent: int) -> Callable[[int], bool]:
+    """Whether a process was started by the agent or one of its ranks."""
+    import psutil
+
+    def ours(pid: int) -> bool:
+        try:
+            return any(parent.pid == agent for parent in psutil.Process(pid).parents())
+        except psutil.Error:
+            return False
+
+    return ours
+
+
 def main() -> int:
     """Watch until the agent goes."""
     from rerail.detect.inventory import all_detectors, all_watchers
+    from rerail.detect.notices import watchers
 
+    parent = os.getppid()
     os.nice(5)
     out: queue.SimpleQueue[Found] = queue.SimpleQueue()
     levels = Levels.from_environment()
     monitor = Monitor(load_catalog(levels.files), out.put, levels)
     injected = os.environ.get("RERAIL_INJECT", "") == "1"
-    monitor.run(all_detectors(), [KernelLog(injected=injected), *all_watchers()])
-    parent = os.getppid()
+    monitor.run([], [KernelLog(injected=injected)])  # before anything of a driver is touched
+    monitor.run(all_detectors(_below(parent)), [*all_watchers(), *watchers(settings_of_rank())])
     stream: IO[bytes] = sys.stdout.buffer
-    while os.getppid() == parent:
+    while os.getppid() == parent and not _unheard(stream):
         try:
-            found = out.get(timeout=5.0)
+            found = out.get(timeout=IDLE_S)
         except queue.Empty:
             for name in monitor.stuck():
                 note(f"detector {name} has not come back for {STUCK_S:.0f} s: what it watches may hang")
             continue
-        stream.write(msgspec.json.encode(found) + b"\n")
-        stream.flush()
+        try:
+            stream.write(msgspec.json.encode(found) + b"\n")
+            stream.flush()
+        except BrokenPipeError:
+            break
     return 0
 
 
+def _unheard(stream: IO[bytes]) -> bool:
+    """Whether nobody reads any more what is written here: the agent may have gone before this process knew it."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # python would flush its streams, which may be gone, and a thread may hang in a driver

@@ -355,7 +355,7 @@ class XidWatcher:
                     return
                 subject = names.get(ctypes.cast(event.device, ctypes.c_void_p).value)
                 if subject and event.eventType == lib.nvmlEventTypeXidCriticalError:
-                    yield Reading("gpu.xid", subject, int(event.eventData))
+                    yield Reading("gpu.xid", subject, int(event.eventData), momentary=True)
         finally:
             lib.nvmlEventSetFree(self._set)
 

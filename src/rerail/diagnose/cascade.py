@@ -10,7 +10,9 @@ A failing job says a hundred things, nearly all of them consequences. The root i
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +22,10 @@ from rerail.flow import Handling, Role
 
 STORM_S = 30.0
 """The same code on several devices within so many seconds is software, whatever the code says."""
+_DAY = 86400.0
+_T = TypeVar("_T")
+_SPREAD = {"utc": math.inf, "date": math.inf, "day": 183 * _DAY, "hour": _DAY / 2, "uptime": math.inf}
+"""Times of a kind compare if they are no further apart: what knows no date may have passed midnight."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +35,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 1
     ranks: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
-    last_order: int = 0
+    """Those that showed it at about the time of the first."""
+    over: bool = False
+    """It was over again before the log ends."""
+    rare: bool = False
+    """It was not seen as often as it takes to be a fault."""
 
     @property
     def fault(self) -> Fault:
@@ -53,14 +63,17 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(sightings: Iterable[Sighting]) -> Verdict:
     """The root cause of all that was seen."""
-    groups, over = _standing(_fold(sightings))
-    needed = [group for group in groups if group.fault.matters or _explains_any(group, groups)]
+    groups = _fold(sightings)
+    standing = [group for group in groups if not (group.over or group.rare) or _is_wanted(group, groups)]
+    needed = [group for group in standing if group.fault.matters or _explains_any(group, standing)]
     if not any(group.fault.matters for group in needed):
-        needed = [group for group in over if group.fault.matters]  # better than nothing: it came and went
+        came_and_went = [group for group in groups if group.over and not group.rare]
+        needed = [group for group in came_and_went if group.fault.serious]  # better than nothing
     if not needed:
         return Verdict(why="nothing that was seen is a fault")
     free = _unexplained(needed)
-    root = min(free, key=_precedence)
+    best = min(map(_rank, free))
+    root = _in_order([group for group in free if _rank(group) == best], lambda group: group.first)[0]
     others = tuple(group for group in needed if group is not root)
     rivals = [g for g in free if g is not root and g.fault.role is root.fault.role and g.fault.serious]
     storm = _is_storm(root)
@@ -77,53 +90,74 @@ def judge(sightings: Iterable[Sighting]) -> Verdict:
 
 def _fold(sightings: Iterable[Sighting]) -> list[Group]:
     folded: dict[str, list[Sighting]] = {}
+    clears: list[Sighting] = []
     for sighting in sightings:
-        if sighting.fault.role is not Role.BENIGN:
+        if sighting.fault.role is Role.CLEAR:
+            clears.append(sighting)
+        elif sighting.fault.role is not Role.BENIGN:
             folded.setdefault(sighting.fault.code, []).append(sighting)
-    groups = []
-    for same in folded.values():
-        first = min(same, key=_when)
-        groups.append(
-            Group(
-                first=first,
-                count=len(same),
-                ranks=tuple(sorted({one.rank for one in same if one.rank >= 0})),
-                devices=tuple(sorted({one.device for one in _burst(same, first) if one.device})),
-                last_order=max(one.order for one in same),
-            )
-        )
-    return sorted(groups, key=lambda group: _when(group.first))
+    groups = [_group(same, [c for c in clears if _named(code, c.fault.clears)]) for code, same in folded.items()]
+    return _in_order(groups, lambda group: group.first)
 
 
-def _burst(same: Sequence[Sighting], first: Sighting) -> list[Sighting]:
-    if first.time < 0:
-        return list(same)
-    return [one for one in same if one.time < 0 or one.time - first.time <= STORM_S]
+def _group(same: Sequence[Sighting], clears: Sequence[Sighting]) -> Group:
+    by_file: dict[str, list[Sighting]] = {}
+    for clear in clears:
+        by_file.setdefault(clear.file, []).append(clear)
+    left = [one for one in same if not any(_ends(clear, one) for clear in by_file.get(one.file, ()))]
+    counted = _in_order(left or same, lambda one: one)
+    return Group(
+        first=counted[0],
+        count=len(same),
+        ranks=tuple(sorted({one.rank for one in same if one.rank >= 0})),
+        devices=tuple(sorted({one.device for one in counted if one.device and _is_near(one, counted[0])})),
+        over=not left,
+        rare=not _is_often_enough(counted),
+    )
 
 
-def _when(sighting: Sighting) -> tuple[int, float]:
-    """By the clock where both have one, else by the place in the log; a line without a time stands where it was found."""
-    return (0, float(sighting.order))
+def _ends(clear: Sighting, one: Sighting) -> bool:
+    """Both are of one file: another machine's log says nothing about this one, nor does another device's word."""
+    elsewhere = clear.device and one.device and clear.device != one.device
+    return clear.order > one.order and not elsewhere
 
 
-def _standing(groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """What counts, and what was over again before the log ends. What was seen too seldom counts only as an explanation."""
-    clears = [group for group in groups if group.fault.role is Role.CLEAR]
-    standing, over = [], []
-    for group in groups:
-        if group.fault.role is Role.CLEAR:
-            continue
-        ended = any(c.last_order > group.last_order and _named(group.fault.code, c.fault.clears) for c in clears)
-        wanted = any(one.fault.role is Role.SYMPTOM and one.fault.is_caused_by(group.fault.code) for one in groups)
-        if wanted or not (ended or group.count < group.fault.times):
-            standing.append(group)
-        elif ended:
-            over.append(group)
-    return standing, over
+def _is_often_enough(same: Sequence[Sighting]) -> bool:
+    times, within_s = same[0].fault.times, same[0].fault.within_s
+    if len(same) < times or times <= 1 or not within_s or not _compare(same):
+        return len(same) >= times
+    pairs = zip(same, same[times - 1 :], strict=False)
+    return any(last.time - first.time <= within_s for first, last in pairs)
+
+
+def _is_near(one: Sighting, first: Sighting) -> bool:
+    return not _compare((one, first)) or abs(one.time - first.time) <= STORM_S
+
+
+def _in_order(items: Sequence[_T], sighting: Callable[[_T], Sighting]) -> list[_T]:
+    """By the clock where all have one of the same kind, else by the place in what was read."""
+    by_clock = _compare([sighting(item) for item in items])
+    return sorted(items, key=lambda item: (sighting(item).time if by_clock else 0.0, sighting(item).order))
+
+
+def _compare(sightings: Sequence[Sighting]) -> bool:
+    """Whether these times can be compared. Uptimes are of one machine, so of one file."""
+    kinds = {one.clock for one in sightings}
+    if len(kinds) != 1 or not (kind := kinds.pop()):
+        return False
+    if kind == "uptime" and len({one.file for one in sightings}) > 1:
+        return False
+    times = [one.time for one in sightings]
+    return max(times) - min(times) <= _SPREAD.get(kind, 0.0)
 
 
 def _named(code: str, globs: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(code, glob) for glob in globs)
+
+
+def _is_wanted(group: Group, groups: Sequence[Group]) -> bool:
+    """Whether it explains a symptom: then it counts however short and seldom it was."""
+    return any(one.fault.role is Role.SYMPTOM and one.fault.is_caused_by(group.fault.code) for one in groups)
 
 
 def _explains_any(group: Group, groups: Sequence[Group]) -> bool:
@@ -149,13 +183,16 @@ def _causes(group: Group, groups: Sequence[Group]) -> list[str]:
     return [code for code in named if code != group.fault.code]
 
 
-def _precedence(group: Group) -> tuple[int, int, tuple[int, float]]:
+def _rank(group: Group) -> tuple[int, int]:
+    """Causes go before symptoms, serious ones before slight ones."""
     role = {Role.ROOT: 0, Role.CONFIRMATION: 0, Role.SYMPTOM: 1}.get(group.fault.role, 2)
-    return role, 0 if group.fault.serious or group.fault.role is Role.CONFIRMATION else 1, _when(group.first)
+    return role, 0 if group.fault.serious or group.fault.role is Role.CONFIRMATION else 1
 
 
 def _is_storm(root: Group) -> bool:
-    return root.fault.hardware and root.fault.scope == "device" and len(root.devices) > 1
+    """A card reports itself: several cards with the same code at once is their program. A bus error names every bridge above it."""
+    accelerator = root.fault.kind in ("gpu", "npu")
+    return root.fault.hardware and accelerator and root.fault.scope == "device" and len(root.devices) > 1
 
 
 def _handling(root: Group, *, storm: bool) -> Handling:

@@ -15,7 +15,7 @@ import msgspec
 
 from rerail.flow import Diagnosis, Event, Role, new_id
 
-EVIDENCE_LINES = 6
+EVIDENCE_LINES, FRAMES = 6, 8
 EVIDENCE_WIDTH = 400
 
 
@@ -119,4 +119,6 @@ def _summary(root: Event, events: Sequence[Event], rule: str) -> str:
 
 def _evidence(root: Event) -> tuple[str, ...]:
     lines = [line.rstrip() for line in root.evidence.splitlines() if line.strip()]
-    return tuple(line[:EVIDENCE_WIDTH] for line in lines[-EVIDENCE_LINES:])
+    # of a traceback the last lines tell most, of a hang the first: what was seen, and the innermost frames
+    shown = lines[:FRAMES] if root.code == "process.hung" else lines[-EVIDENCE_LINES:]
+    return tuple(line[:EVIDENCE_WIDTH] for line in shown)

@@ -1,6 +1,6 @@
 """Names the rank that is slower than its peers: turns the phases of completed steps into Stragglers. Pure.
 
-Called by `runtime.controller` for every step a rank reports; one watch per set of ranks that do the same work (stages of
+Called by `runtime.training` for every step a rank reports; one watch per set of ranks that do the same work (stages of
 a pipeline are not peers of each other). Compared is the time that is a rank's own: loading data and computing. Waiting
 for others is what the innocent do, and checkpoints are uneven by design, so neither makes a straggler.
 
@@ -22,34 +22,35 @@ from statistics import median
 
 import msgspec
 
+from rerail.diagnose.lockstep import Lockstep
+
 SLOW = log(1.3)
 """The slowness that is looked for; evidence grows above half of it."""
 LEAST_RATIO, LEAST_SHARE = 1.2, 0.01
 """Nobody is named who is not so much slower, or whose delay is less than this share of its own time."""
-BAR = 13.0
+BAR, FEWEST_RANKS = 13.0, 16
 """Evidence to be named, as the logarithm of the odds; the logarithm of the number of ranks comes on top."""
 LEAST_STEPS = 6
 """One step counts for at most this part of the bar."""
-LEAST_NOISE, FIRST_NOISE = 0.04, 0.2
-NOISIER = 1.6
-"""A rank with so many times the noise of the others is judged by its own."""
-LAG = 16
-"""Steps a rank may be behind before the others are judged without it."""
+LEAST_NOISE, FIRST_NOISE, NOISIER = 0.04, 0.2, 1.6
+"""Of a rank in a step; one with so many times the noise of the others is judged by its own."""
+TO_SIGMA = 1.0484
+"""From the median difference between successive steps to the standard deviation of one."""
 HISTORY = 32
 """Judged steps that are kept."""
 SAMPLE, GAUGES = 128, 16
 """Ranks that make the median, and on which noise is measured, where there are many."""
-TO_SIGMA = 1.0484
-"""From the median difference between successive steps to the standard deviation of one."""
+TINY = 1e-9
+Middles = tuple[float, float, float]
+"""The median of all ranks, and the median of the others for a rank above it and for one below."""
 
 
 class Phases(msgspec.Struct, frozen=True, gc=False):
-    """Where one completed step of one rank went, in seconds."""
+    """Where one completed step of one rank went, in seconds; communication is waiting for others."""
 
     data: float
     compute: float
     communication: float = 0.0
-    """Waiting for others."""
     checkpoint: float = 0.0
 
 
@@ -70,7 +71,6 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Suspect(msgspec.Struct, gc=False):
     since: int
-    steps: int = 0
     evidence: float = 0.0
     named: bool = False
 
@@ -81,138 +81,116 @@ class _Track:
     def __init__(self, phase: str) -> None:
         self._phase, self._time = phase, attrgetter(phase)
         self._suspects: dict[int, _Suspect] = {}
-        self._history: deque[tuple[dict[int, Phases], tuple[float, float, float]]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[dict[int, Phases], Middles]] = deque(maxlen=HISTORY)
+        self._newest = -1
         self._gauges: dict[int, float] = {}
         self._jumps: deque[float] = deque([FIRST_NOISE / TO_SIGMA] * GAUGES, maxlen=16 * GAUGES)
 
     def judge(self, step: int, peers: dict[int, Phases]) -> list[Straggler]:
         """What this step adds. A rank with no evidence against it that was not slow this time needs no look: most."""
-        times = list(map(self._time, peers.values()))
-        middles = _middles(sorted(times[:: max(1, len(times) // SAMPLE)]))
+        time_of = self._time
+        times = list(map(time_of, peers.values()))
+        middles = middle, below, above = _middles(sorted(times[:: max(1, len(times) // SAMPLE)]))
+        self._newest = step
         self._history.append((peers, middles))
-        noise, bar = self._noise(peers, middles), BAR + log(len(peers))
-        weight, most = SLOW / noise**2, bar / LEAST_STEPS
-        slow = middles[1] * exp(SLOW / 2)
+        noise, bar = self._noise(peers, middles), BAR + log(max(len(peers), FEWEST_RANKS))
+        suspects, weight, most = self._suspects, SLOW / noise**2, bar / LEAST_STEPS
+        slow = below * exp(max(0.75 * SLOW, 1.3 * noise))
+        low, high = SLOW / 2 - most / weight, SLOW / 2 + most / weight
+        fast = max(middle, below * exp(low)) if low > 0 else min(middle, above * exp(low))
+        very_slow = max(middle, below * exp(high))
         for rank in [rank for rank, time in zip(peers, times, strict=True) if time > slow]:
-            if rank not in self._suspects:
-                self._suspects[rank] = _Suspect(step)
+            if rank not in suspects:
+                suspects[rank] = _Suspect(step)
         found: list[Straggler] = []
-        for rank, suspect in [*self._suspects.items()]:
-            if rank not in peers:
-                continue
-            gain = weight * (_excess(self._time(peers[rank]), middles) - SLOW / 2)
-            suspect.steps += 1
-            suspect.evidence = min(bar, suspect.evidence + max(-most, min(most, gain)))
-            if suspect.evidence <= 0.0:
-                found += self._clear(rank, step)
-            elif suspect.evidence >= bar and not suspect.named and self._is_sure(rank, suspect.steps, noise, bar):
-                suspect.named = True
-                found.append(self._straggler(rank, suspect, step, suspect.steps))
+        for rank in [rank for rank in suspects if rank in peers]:
+            suspect, time = suspects[rank], time_of(peers[rank])
+            if fast < time < very_slow:
+                gain = weight * (log(time / (below if time > middle else above)) - SLOW / 2)
+            else:
+                gain = -most if time <= fast else most
+            suspect.evidence = evidence = suspect.evidence + gain
+            if evidence <= 0.0:
+                del suspects[rank]
+                found += [self._straggler(rank, suspect, step, over=True)] if suspect.named else []
+            elif evidence >= bar:
+                suspect.evidence = bar
+                if not suspect.named and self._is_sure(rank, step - suspect.since + 1, noise, bar):
+                    suspect.named = True
+                    found.append(self._straggler(rank, suspect, step))
         return found
 
-    def forget(self, rank: int, step: int) -> list[Straggler]:
+    def forget(self, rank: int) -> list[Straggler]:
         """What the rank did before is not its successor's."""
-        ended = self._clear(rank, step)
+        suspect = self._suspects.pop(rank, None)
+        ended = (
+            [self._straggler(rank, suspect, self._newest, over=True)] if suspect is not None and suspect.named else []
+        )
         self._gauges.pop(rank, None)
         for peers, _ in self._history:
             peers.pop(rank, None)
         return ended
 
-    def _clear(self, rank: int, step: int) -> list[Straggler]:
-        suspect = self._suspects.pop(rank, None)
-        if suspect is None or not suspect.named:
-            return []
-        return [msgspec.structs.replace(self._straggler(rank, suspect, step, LEAST_STEPS), over=True)]
-
-    def _straggler(self, rank: int, suspect: _Suspect, step: int, steps: int) -> Straggler:
-        ratio = exp(median(self._excesses(rank, steps)))
-        return Straggler(rank=rank, phase=self._phase, ratio=min(ratio, 1000.0), since=suspect.since, step=step)
+    def _straggler(self, rank: int, suspect: _Suspect, step: int, over: bool = False) -> Straggler:
+        excesses = self._excesses(rank, 0 if over else step - suspect.since + 1)
+        ratio = min(exp(median(excesses or [0.0])), 1000.0)
+        return Straggler(rank=rank, phase=self._phase, ratio=ratio, since=suspect.since, step=step, over=over)
 
     def _excesses(self, rank: int, steps: int) -> list[float]:
         """Of the rank's last steps."""
-        return [_excess(self._time(peers[rank]), middles) for peers, middles in self._history if rank in peers][-steps:]
+        kept = [_excess(self._time(peers[rank]), middles) for peers, middles in self._history if rank in peers]
+        return kept[-max(steps, LEAST_STEPS) :]
 
-    def _noise(self, peers: dict[int, Phases], middles: tuple[float, float, float]) -> float:
+    def _noise(self, peers: dict[int, Phases], middles: Middles) -> float:
         """Of one rank in one step; from differences between steps, so that being always slow is no noise."""
-        before = self._gauges
-        ranks = [rank for rank in before if rank in peers]
-        ranks += [rank for rank in peers if rank not in before][: GAUGES - len(ranks)] if len(ranks) < GAUGES else []
+        before, ranks = self._gauges, [rank for rank in self._gauges if rank in peers]
+        if len(ranks) < min(GAUGES, len(peers)):
+            ranks += [rank for rank in peers if rank not in before][: GAUGES - len(ranks)]
         self._gauges = {rank: _excess(self._time(peers[rank]), middles) for rank in ranks}
-        self._jumps.extend(abs(excess - before[rank]) for rank, excess in self._gauges.items() if rank in before)
-        return max(LEAST_NOISE, TO_SIGMA * median(self._jumps))
+        self._jumps.extend([abs(excess - before[rank]) for rank, excess in self._gauges.items() if rank in before])
+        return max(LEAST_NOISE, TO_SIGMA * sorted(self._jumps)[len(self._jumps) // 2])
 
     def _is_sure(self, rank: int, steps: int, noise: float, bar: float) -> bool:
-        """Slow enough, of consequence, and not merely noisier than the others, whose noise its evidence was weighed by."""
+        """Slow enough, of consequence, and not merely noisier than the others, by whose noise evidence is weighed."""
         mine = [peers[rank] for peers, _ in self._history if rank in peers]
-        excesses = self._excesses(rank, HISTORY)
-        ratio = exp(median(excesses[-steps:]))
+        ratio = exp(median(self._excesses(rank, steps)))
         delay = (1.0 - 1.0 / ratio) * float(median(map(self._time, mine)))
         if ratio < LEAST_RATIO or delay < LEAST_SHARE * median(one.data + one.compute for one in mine):
             return False
+        excesses = self._excesses(rank, HISTORY)
         own_noise = TO_SIGMA * median(abs(one - other) for one, other in pairwise(excesses))
         return own_noise < NOISIER * noise or sum(SLOW / own_noise**2 * (one - SLOW / 2) for one in excesses) >= bar
 
 
-class StragglerWatch:
-    """Takes completed steps in any order of ranks; judges one when every rank has reached it, or is `LAG` behind."""
+class StragglerWatch(Lockstep[Phases, Straggler]):
+    """Takes completed steps in any order of ranks, and judges one when every rank has reached it.
+
+    `take(rank, step, phases)` and `forget(rank)` give what that shows: stragglers found, and those that are none any more.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self._tracks = (_Track("data"), _Track("compute"))
-        self._open: dict[int, dict[int, Phases]] = {}
-        self._last: dict[int, int] = {}  # the newest step of each rank
-        self._standing: dict[int, int] = {}  # how many ranks have come as far as which step
-        self._judged = self._newest = -1
-
-    def take(self, rank: int, step: int, phases: Phases) -> list[Straggler]:
-        """One completed step of one rank; what it shows, if anything: a straggler found, or one that is none any more."""
-        last = self._last.get(rank, -1)
-        if step <= last and step <= self._newest - LAG:  # the job went back: what was under way is void
-            self._open, self._last, self._standing = {}, {}, {}
-            self._judged = self._newest = step - 1
-            last = -1
-        if step > self._judged:
-            self._open.setdefault(step, {})[rank] = phases
-        if step <= last:
-            return []
-        self._last[rank] = step
-        self._standing[step] = self._standing.get(step, 0) + 1
-        if step > self._newest:
-            self._newest = step
-        left = self._standing.get(last, 0) - 1
-        if left > 0:
-            self._standing[last] = left
-            return []
-        return self._leave(last)
 
     def forget(self, rank: int) -> list[Straggler]:
         """The rank is gone, and whoever takes its place begins anew. Ends its episode, and may let others be judged."""
-        for peers in self._open.values():
-            peers.pop(rank, None)
-        ended = [one for track in self._tracks for one in track.forget(rank, self._judged)]
-        last = self._last.pop(rank, -1)
-        self._standing[last] = self._standing.get(last, 1) - 1
-        return ended if self._standing[last] > 0 else ended + self._leave(last)
+        ended = [one for track in self._tracks for one in track.forget(rank)]
+        return ended + super().forget(rank)
 
-    def _leave(self, last: int) -> list[Straggler]:
-        """Nobody stands at this step any more: all are complete up to the one where the hindmost stands now."""
-        self._standing.pop(last, None)
-        for behind in [step for step in self._standing if step <= self._newest - LAG]:
-            del self._standing[behind]
-        complete = min(self._standing, default=self._judged)
-        ready = [(step, self._open.pop(step)) for step in sorted(self._open) if step <= complete]
-        self._judged = max(self._judged, complete)
-        ready = [(step, peers) for step, peers in ready if len(peers) > 1]
-        return [one for step, peers in ready for track in self._tracks for one in track.judge(step, peers)]
+    def judge(self, step: int, reports: dict[int, Phases]) -> list[Straggler]:
+        if len(reports) < 2:
+            return []
+        return [one for track in self._tracks for one in track.judge(step, reports)]
 
 
-def _middles(times: list[float]) -> tuple[float, float, float]:
-    """Of sorted times: the median, and the median of the others for a rank above it and for one below."""
+def _middles(times: list[float]) -> Middles:
     half = len(times) // 2
+    middle, below, above = (times[half - 1] + times[half]) / 2, times[half - 1], times[half]
     if len(times) % 2:
-        return times[half], (times[half - 1] + times[half]) / 2, (times[half] + times[half + 1]) / 2
-    return (times[half - 1] + times[half]) / 2, times[half - 1], times[half]
+        middle, below, above = times[half], middle, (times[half] + times[half + 1]) / 2
+    return max(middle, TINY), max(below, TINY), max(above, TINY)
 
 
-def _excess(time: float, middles: tuple[float, float, float]) -> float:
+def _excess(time: float, middles: Middles) -> float:
     """Logarithm of the ratio to the median of the others."""
-    return log(max(time, 1e-9) / max(middles[1] if time > middles[0] else middles[2], 1e-9))
+    return log(max(time, TINY) / (middles[1] if time > middles[0] else middles[2]))

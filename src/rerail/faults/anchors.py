@@ -6,10 +6,13 @@ understand it asks for less, never for more.
 
 from __future__ import annotations
 
+import functools
 import re
 import re._constants as sre  # type: ignore[import-not-found]
 import re._parser as parser  # type: ignore[import-not-found]
 from typing import Any
+
+import re2
 
 from rerail.errors import ConfigError
 
@@ -22,11 +25,18 @@ COMMON = ("iteration", "training", "warning", "learning", "checkpoint", "message
 Words = tuple[tuple[str, ...], ...]
 """Of each group, one word must be there, in lower case. The first group is the most telling one."""
 
+_NAMED_CLASS = re.compile(r"\[:\^?\w+:\]")
+"""`[[:digit:]]` is RE2's; Python reads it as something else."""
+_ESCAPED = '"\\<>&'
+"""What a line wrapped in JSON writes in another way; a word ends before it."""
+_OPTIONS = re2.Options()
+_OPTIONS.log_errors = False
+
 
 def words_of(pattern: str) -> Words:
     """Groups of words, the most telling one first; empty if nothing is certain."""
     try:
-        found = _required(parser.parse(pattern))
+        found = _required(parser.parse(_NAMED_CLASS.sub(r"\\w", pattern)))
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"pattern {pattern!r} is not understood: {error}") from error
     ranked = sorted(found, key=_worth, reverse=True)
@@ -48,7 +58,7 @@ def _required(items: Any) -> list[frozenset[str]]:
     found: list[frozenset[str]] = []
     run = ""
     for kind, value in items:
-        if kind is sre.LITERAL and value < 128:
+        if kind is sre.LITERAL and 32 <= value < 127 and chr(value) not in _ESCAPED:
             run += chr(value).lower()
             continue
         if kind is sre.AT:
@@ -74,3 +84,17 @@ def _of_item(kind: Any, value: Any) -> list[frozenset[str]]:
 def _worth(words: frozenset[str]) -> tuple[int, int]:
     """Long words are rare; few are better than many."""
     return min((min(len(word), 16) for word in words), default=0), -len(words)
+
+
+@functools.cache
+def compiled(pattern: str) -> re2._Regexp[str]:
+    """The pattern, ready for use."""
+    try:
+        return re2.compile(pattern, _OPTIONS)
+    except re2.error as error:
+        raise ConfigError(f"pattern {pattern!r} is not understood: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = error.args[0] if error.args else ""
+    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)

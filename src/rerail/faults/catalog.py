@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from rerail.errors import ConfigError
-from rerail.faults.anchors import Words, words_of
+from rerail.faults.anchors import Words, compiled, words_of
 from rerail.flow import Handling, Role, Severity
 
 CLASSES = [
@@ -147,7 +147,7 @@ class Catalog:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = tuple(faults)
         self._by_code = {fault.code: fault for fault in faults}
-        self._by_alias = {alias: fault for fault in faults for alias in fault.aliases}
+        self._by_alias = {alias.upper(): fault for fault in faults for alias in fault.aliases}
 
     def get(self, code: str) -> Fault | None:
         return self._by_code.get(code)
@@ -159,7 +159,7 @@ class Catalog:
 
     def find(self, word: str) -> Fault | None:
         """By code, or by what another catalogue calls it."""
-        return self._by_code.get(word) or self._by_alias.get(word.upper())
+        return self._by_code.get(word.lower()) or self._by_alias.get(word.upper())
 
     def with_text(self) -> list[Fault]:
         return [fault for fault in self.faults if fault.pattern]
@@ -176,8 +176,20 @@ def load_catalog(extra: Iterable[Path] = ()) -> Catalog:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"fault file {path} cannot be read: {error}") from error
-        faults |= {fault.code: fault for fault in parse(text, path.name)}
+        own = parse(text, path.name)
+        for fault in own:
+            _try(fault)
+        faults |= {fault.code: fault for fault in own}
     return Catalog(tuple(faults.values()))
+
+
+def _try(fault: Fault) -> None:
+    """A pattern that does not work is told now, not when a line has its words."""
+    try:
+        compiled(fault.pattern)
+        compiled(fault.unless)
+    except ConfigError as error:
+        raise ConfigError(f"fault catalogue {fault.origin}, entry {fault.code}: {error}") from error
 
 
 def shipped() -> list[Fault]:
@@ -267,5 +279,5 @@ def _escaped(word: str) -> str:
     return "".join(char if char.isalnum() or char in "_ " else f"\\{char}" for char in word)
 
 
-_FORMAT = b"5"
-"""Raised when `Fault` changes, so that what an older rerail has kept is not taken for today's."""
+_FORMAT = b"6"
+"""Raised when `Fault` or what `faults.anchors` makes of a pattern changes, so that what an older rerail has kept is not taken for today's."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rerail.errors import ConfigError
-from rerail.faults.anchors import is_certain
+from rerail.faults.anchors import compiled, is_certain
 from rerail.faults.catalog import CLASSES, PLACES, SCOPES, Condition, Fault, Sample, parse, shipped
-from rerail.faults.matcher import compiled, fits
+from rerail.faults.matcher import fits
 from rerail.flow import Handling, Role
 
 _CODE = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+|unknown")

@@ -9,26 +9,32 @@ Called by `detect.logs`, `detect.monitor` and `diagnose.classify`.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 
 import re2
 
 from rerail.errors import ConfigError
-from rerail.faults.anchors import MIN_LENGTH, is_certain, is_telling
+from rerail.faults.anchors import MIN_LENGTH, compiled, is_certain, is_telling
 from rerail.faults.catalog import Fault
 from rerail.flow import Role
 
 MAX_LINE = 8192
 """Bytes of a line that are looked at, around the word that was found."""
+SHARED = 1024
+"""Bytes that two looks at a longer line have in common: what lies across the cut is seen by one of them."""
 MEMORY = 256 << 20
 """The most that the automaton may grow to; a few megabytes are usual."""
+NEWLINE = 10
 KEPT = 4096
 """Lines whose faults are remembered: the same ones come again and again."""
-NEWLINE = 10
-_OPTIONS = re2.Options()
-_OPTIONS.log_errors = False
-_BEGINNING = r"(?:^|[\s:;|>\])}])"
-"""Where a message may begin for the automaton, which sees lines with their prefixes."""
+_BEGINNING = r"""(?:^|[\s:;|>\])}"])"""
+_END = r"""(?:$|[\s"\\])"""
+"""Where a message may begin and end for the automaton, which sees lines with their prefixes, perhaps wrapped in JSON."""
+_WRAPPED = {'"': r'\\?"', "<": r"(?:<|\\u003c)", ">": r"(?:>|\\u003e)", "&": r"(?:&|\\u0026)"}
+"""How JSON writes what a pattern asks for."""
+_CONTROLS = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[()][0-9A-Za-z]|[=>78])")
+"""Colours and other orders to a terminal."""
 
 
 class Matcher:
@@ -55,29 +61,34 @@ class Matcher:
             self._by_head.setdefault(word[:MIN_LENGTH], []).append((word, users))
         options = re2.Options()
         options.max_mem, options.never_capture = MEMORY, True
+        options.never_nl = True  # what begins in one line ends there, or a flood of lines would be read again and again
         self._any = re2.compile("|".join(whole or ["\x00never"]).encode(), options)
         self.match = functools.lru_cache(KEPT)(self._match)
 
     def spans(self, data: bytes) -> Iterator[tuple[int, int]]:
-        """Where in `data` lines begin and end that may show something, each cut to MAX_LINE around what was found."""
-        done = 0
-        for found in self._any.finditer(data):
-            at, last = found.span()
-            # what matched may reach over the end of a line: then each of the lines is looked at
-            while at < last:
-                if at < done or data[at] == NEWLINE:
-                    at += 1
-                    continue
-                start = max(data.rfind(b"\n", max(done, at - MAX_LINE // 2), at) + 1, done, at - MAX_LINE // 2)
-                end = data.find(b"\n", at, at + MAX_LINE // 2)
-                if end < 0:
-                    end = min(len(data), at + MAX_LINE // 2)
-                done = at = end
-                yield start, end
+        """Where in `data` lines begin and end that may show something, each cut to MAX_LINE around what was found.
+
+        `data` is as `plain` makes it. A carriage return ends a line, too: progress bars use it.
+        """
+        if b"\r" in data:
+            data = data.replace(b"\r", b"\n")
+        at, half = 0, MAX_LINE // 2
+        while (found := self._any.search(data, at)) is not None:
+            at = found.start()
+            if data[at] == NEWLINE:  # a pattern may begin with white space
+                at += 1
+            start = max(data.rfind(b"\n", max(0, at - half), at) + 1, at - half, 0)
+            end = data.find(b"\n", at, at + half)
+            if end >= 0:
+                at = end + 1
+            else:
+                end = min(len(data), at + half)
+                at = end if end == len(data) else end - SHARED
+            yield start, end
 
     def _match(self, line: str) -> tuple[Fault, ...]:
         """Faults that this line (without its prefix) shows; a benign one hides all others, a special one the general ones."""
-        lower, heads = line.lower(), self._by_head
+        lower, heads = line.lower().replace("ſ", "s"), self._by_head
         candidates: set[int] = set()
         for at in range(len(lower) - MIN_LENGTH + 1):
             for word, users in heads.get(lower[at : at + MIN_LENGTH], ()):
@@ -92,31 +103,50 @@ class Matcher:
         return benign or tuple(fault for fault in found if not fault.general) or found
 
 
+def plain(data: bytes) -> bytes:
+    """The same lines as patterns expect them: valid UTF-8, without colours. A cut character stays a character."""
+    if b"\x1b" in data:
+        data = _CONTROLS.sub(b"", data)
+    if data.isascii():
+        return data
+    return data.decode("utf-8", "replace").encode()
+
+
 def unanchored(pattern: str) -> str:
     """The pattern for lines that still have their prefix: where it asks for the beginning, a likely one will do."""
-    result, in_class, at = [], False, 0
+    result, at = [], 0
     while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            result.append(pattern[at : at + 2])
-            at += 2
-            continue
-        if char == "[" and not in_class:
-            in_class = True
-            result.append(char)
-            at += 1
-            if pattern[at : at + 1] == "^":
-                result.append("^")
-                at += 1
-            if pattern[at : at + 1] == "]":
-                result.append("]")
-                at += 1
-            continue
-        if char == "]":
-            in_class = False
-        result.append(_BEGINNING if char == "^" and not in_class else char)
-        at += 1
+        if pattern[at] == "[":
+            end = _end_of_class(pattern, at)
+            one = pattern[at:end]
+            result.append(r"\\?" + one if '"' in one else one)
+        elif pattern[at] == "\\":
+            end = at + 2
+            result.append({r"\A": _BEGINNING, r"\z": _END}.get(pattern[at:end]) or _wrapped(pattern[at:end]))
+        elif pattern.startswith("(?P<", at):
+            end = pattern.find(">", at) + 1
+            result.append(pattern[at:end])
+        else:
+            end = at + 1
+            result.append({"^": _BEGINNING, "$": _END}.get(pattern[at]) or _wrapped(pattern[at]))
+        at = end
     return "".join(result)
+
+
+def _wrapped(char: str) -> str:
+    return _WRAPPED.get(char.removeprefix("\\"), char)
+
+
+def _end_of_class(pattern: str, at: int) -> int:
+    """Behind the `]` of the class that begins at `at`; one that comes first is part of it."""
+    at += 2 if pattern.startswith("[^", at) else 1
+    first = at
+    while at < len(pattern) and (pattern[at] != "]" or at == first):
+        if pattern.startswith("[:", at) and (end := pattern.find(":]", at)) > 0:
+            at = end + 2
+        else:
+            at += 2 if pattern[at] == "\\" else 1
+    return at + 1
 
 
 def fits(fault: Fault, line: str) -> bool:
@@ -124,17 +154,3 @@ def fits(fault: Fault, line: str) -> bool:
     if not compiled(fault.pattern).search(line):
         return False
     return not fault.unless or not compiled(fault.unless).search(line)
-
-
-@functools.cache
-def compiled(pattern: str) -> re2._Regexp[str]:
-    """The pattern, ready for use."""
-    try:
-        return re2.compile(pattern, _OPTIONS)
-    except re2.error as error:
-        raise ConfigError(f"pattern {pattern!r} is not understood: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    text = error.args[0] if error.args else ""
-    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)

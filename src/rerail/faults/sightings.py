@@ -6,9 +6,10 @@ import re
 
 import msgspec
 
+from rerail.faults.anchors import compiled
 from rerail.faults.catalog import Fault
 from rerail.faults.lines import Line, take_apart
-from rerail.faults.matcher import Matcher, compiled
+from rerail.faults.matcher import Matcher
 from rerail.flow import Role
 
 TOLD_AT_INFO = ("numerics", "scheduler", "node", "npu", "nic", "process")
@@ -27,7 +28,9 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """Bus address, where the line names one."""
     time: float = -1.0
-    """Seconds since the epoch, or -1."""
+    """Seconds, or -1."""
+    clock: str = ""
+    """Since when: as in `faults.lines`, or `uptime` of the machine."""
     order: int = 0
     """Place among all that was read: later in a file is larger."""
 
@@ -36,6 +39,7 @@ def sightings(matcher: Matcher, raw: str, *, file: str = "", number: int = 0, ra
     """All that this line shows."""
     line = take_apart(raw)
     device = _DEVICE.search(line.text)
+    time, clock = (line.uptime, "uptime") if not line.clock and line.uptime >= 0 else (line.time, line.clock)
     return [
         Sighting(
             fault=fault,
@@ -44,7 +48,8 @@ def sightings(matcher: Matcher, raw: str, *, file: str = "", number: int = 0, ra
             line=number,
             rank=line.rank if line.rank >= 0 else rank,
             device=device[1].lower() if device else "",
-            time=line.time,
+            time=time,
+            clock=clock,
         )
         for fault in faults_in(matcher, line)
     ]

@@ -25,10 +25,11 @@ from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
 from rerail.errors import RerailError
 from rerail.flow import Signal, new_id
-from rerail.runtime import memory, numa, processes, wire
+from rerail.runtime import memory, numa, processes, stacks, wire
 from rerail.runtime.children import Child, child_spec, end_all, needs_local_rank, virtual_device
 from rerail.runtime.clock import Reading
 from rerail.runtime.gauges import Gauges
+from rerail.runtime.injecting import Injector, Payload
 from rerail.runtime.logs import ERR, OUT, Console, LogBook
 from rerail.runtime.lookout import Lookout
 from rerail.runtime.processes import say
@@ -67,6 +68,7 @@ class Agent:
         self.watch = Watch(settings, self.slots, self._hung, self._stalled)
         self.gauges = Gauges()
         self.lookout = Lookout(settings, spec.job, node, lambda seen: self.uplink.send(wire.Observed(signal=seen)))
+        self.injector = Injector(self.slots, self._observe, allowed=spec.allow_inject)
         self._cpus, self._cpu_notice = numa.plan(spec.numa_binding, spec.slots)
         self._orders: asyncio.Queue[wire.ToAgent] = asyncio.Queue()
         self._started_at: float | None = None
@@ -109,6 +111,8 @@ class Agent:
             case wire.Shutdown():
                 code = 128 + self._left_by if self._left_by else message.exit_code
                 self._end(code, message.reason, message.culprit, message.grace_s, shown=not self.spec.hosts_controller)
+            case wire.Inject():
+                self.injector.order(message)
             case _:
                 self._orders.put_nowait(message)
 
@@ -193,6 +197,8 @@ class Agent:
         slot = self._slot_of(child)
         if slot is None or isinstance(message, wire.Warm):
             return
+        if isinstance(message, wire.Injected):
+            return self.injector.answered(slot, message)
         slot.heard(message)
         if isinstance(message, wire.Formed):
             slot.said.clear()  # the parking that led here is history; told again it would pass for a new one
@@ -211,28 +217,22 @@ class Agent:
             slot.unsettled = wire.Observed(signal=self._signal(EXIT_SOURCE, slot, payload))
         self.uplink.send(slot.unsettled)
 
-    def _hung(self, slot: Slot, verdict: hang.Verdict) -> None:
-        payload: dict[str, str | int | float | bool] = {
-            "evidence": verdict.evidence,
-            "stalled_s": round(verdict.stalled_s, 3),
-            "state": verdict.state,
-            "kind": verdict.kind,
-        }
-        slot.unsettled = wire.Observed(
-            signal=self._signal(hang.SOURCE, slot, payload), age_s=round(verdict.stalled_s, 3)
-        )
-        self.uplink.send(slot.unsettled)
+    async def _hung(self, slot: Slot, verdict: hang.Verdict) -> None:
+        child = slot.child
+        stack = await stacks.ask(child.pid, slot.error_file) if child and slot.joined and slot.error_file else ""
+        if slot.child is child:
+            slot.unsettled = self._observe(hang.SOURCE, slot, hang.payload_of(verdict, stack), verdict.stalled_s)
 
     def _stalled(self, waited: float, readings: list[Reading]) -> None:
-        counts = {slot.rank: reading.collectives for slot, reading in zip(self.slots, readings, strict=True)}
-        payload: dict[str, str | int | float | bool] = {
-            "evidence": f"all {len(readings)} ranks of {self.node} have waited in a collective for {waited:.1f} s",
-            "stalled_s": round(waited, 3),
-            "collectives": ",".join(f"{rank}:{count}" for rank, count in counts.items()),
-        }
-        self.uplink.send(wire.Observed(signal=self._signal(hang.STALLED_SOURCE, None, payload), age_s=round(waited, 3)))
+        ranks = {slot.rank: reading for slot, reading in zip(self.slots, readings, strict=True)}
+        self._observe(hang.STALLED_SOURCE, None, hang.stalled_payload(self.node, waited, ranks), waited)
 
-    def _signal(self, source: str, slot: Slot | None, payload: dict[str, str | int | float | bool]) -> Signal:
+    def _observe(self, source: str, slot: Slot | None, payload: Payload, age_s: float = 0.0) -> wire.Observed:
+        message = wire.Observed(signal=self._signal(source, slot, payload), age_s=round(age_s, 3))
+        self.uplink.send(message)
+        return message
+
+    def _signal(self, source: str, slot: Slot | None, payload: Payload) -> Signal:
         about = slot or self.slots[0]
         return Signal(
             id=new_id("sig"),

@@ -10,6 +10,7 @@ Called by `session` (writes), `runtime.agent` and `detect.hang` (read). Needs no
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -33,6 +34,7 @@ HISTORY = 64
 
 _OFF_MAGIC, _OFF_BEAT, _OFF_STEP, _OFF_PHASE, _OFF_SINCE = 0, 8, 16, 24, 32
 _OFF_GENERATION, _OFF_COMM, _OFF_PENDING, _OFF_STEPS_SEEN, _OFF_OWNER = 40, 48, 56, 64, 72
+_OFF_NAME, _NAME = 80, 48
 _OFF_HISTORY = 128
 _OFF_METRICS = 128 + 8 * HISTORY
 _OFF_TOOK = 1024
@@ -47,7 +49,7 @@ _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _PHASE_SINCE = struct.Struct("<QQ")
 _TOOK = struct.Struct("<qdddd")
-_METRIC = struct.Struct("<qd")  # version, value
+_METRIC = struct.Struct("<qdq")  # version, value, and the newest version at which it was no finite number
 _BALLOT = struct.Struct(
     f"<Iqqqq{GROUPS}Q"
 )  # checksum, version, then first, count and stride of the replicas, then the sums
@@ -85,6 +87,15 @@ class Took(msgspec.Struct, frozen=True, array_like=True):
     checkpoint: float
 
 
+class Metric(msgspec.Struct, frozen=True, array_like=True):
+    """A number the user's script told."""
+
+    version: int
+    value: float
+    unsound: int
+    """The newest version at which it was not a finite number; 0: never."""
+
+
 class Ballot(msgspec.Struct, frozen=True, array_like=True):
     """A rank's vote on what its state is."""
 
@@ -109,6 +120,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """How long the newest collective has been under way; 0 when it is complete."""
     durations: tuple[float, ...]
     """Of the newest steps, oldest first."""
+    collective: str = ""
+    """What the newest one that took a while was: `allreduce of default`."""
 
 
 class StepClock:
@@ -153,8 +166,10 @@ class StepClock:
         _U64.pack_into(self._map, _OFF_PENDING, 0)
         self._map[_OFF_METRICS:HEADER] = bytes(HEADER - _OFF_METRICS)
 
-    def beat(self, pending_since_ns: int = 0, collectives: int = 0) -> None:
+    def beat(self, pending_since_ns: int = 0, collectives: int = 0, name: str = "") -> None:
         """The rank's own watcher thread is alive; `pending_since_ns` when a collective is under way, else 0."""
+        if pending_since_ns:
+            self._map[_OFF_NAME : _OFF_NAME + _NAME] = name.encode()[:_NAME].ljust(_NAME, b"\0")
         _U64.pack_into(self._map, _OFF_PENDING, pending_since_ns)
         _U64.pack_into(self._map, _OFF_COMM, collectives)
         _U64.pack_into(self._map, _OFF_BEAT, time.monotonic_ns())
@@ -181,9 +196,11 @@ class StepClock:
         _U64.pack_into(self._map, _OFF_STEPS_SEEN, seen + 1)
 
     def set_metric(self, index: int, value: float) -> None:
-        """The newest value of a metric, and the step it is of."""
+        """The newest value of a metric, and the step it is of. One that is not finite is remembered: nobody looks at every step."""
+        at = _OFF_METRICS + _METRIC.size * index
         (step,) = _I64.unpack_from(self._map, _OFF_STEP)
-        _METRIC.pack_into(self._map, _OFF_METRICS + _METRIC.size * index, step, value)
+        unsound = step if not math.isfinite(value) else _METRIC.unpack_from(self._map, at)[2]
+        _METRIC.pack_into(self._map, at, step, value, unsound)
 
     def write_ballot(self, ballot: Ballot) -> None:
         """Vote; the newest ballot replaces the one before. Replicas are evenly spaced ranks, as in every mesh."""
@@ -273,12 +290,12 @@ class StepClock:
         (seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
         order = range(seen - min(seen, HISTORY), seen)
         rows = (_TOOK.unpack_from(self._map, _OFF_TOOK + _TOOK.size * (i % HISTORY)) for i in order)
-        return [Took(*row) for row in rows if row[0] > behind]
+        return [Took(*row) for row in rows if row[0] > max(behind, 0)]
 
-    def metrics(self) -> dict[str, tuple[int, float]]:
-        """Newest metrics by name: the version they are of, and the value."""
+    def metrics(self) -> dict[str, Metric]:
+        """Newest metrics by name, those that were ever told."""
         rows = {name: _METRIC.unpack_from(self._map, _OFF_METRICS + _METRIC.size * i) for i, name in enumerate(METRICS)}
-        return {name: (row[0], row[1]) for name, row in rows.items() if row != (0, 0.0)}
+        return {name: Metric(*row) for name, row in rows.items() if any(row)}
 
     def ballot(self) -> Ballot | None:
         """The newest vote; None if there is none, or it is just being written."""
@@ -302,6 +319,7 @@ class StepClock:
             collectives=self._u64(_OFF_COMM),
             pending_age=max(0, now - pending) / 1e9 if pending else 0.0,
             durations=self.durations(),
+            collective=bytes(self._map[_OFF_NAME : _OFF_NAME + _NAME]).rstrip(b"\0").decode(errors="replace"),
         )
 
     def _u64(self, offset: int) -> int:

@@ -30,6 +30,7 @@ from rerail.report.timeline import mean_cost
 from rerail.runtime.admission import Admission
 from rerail.runtime.fleet import Fleet, Link, RankState
 from rerail.runtime.incident import Incident
+from rerail.runtime.injections import Injections
 from rerail.runtime.intake import Intake, Sighting
 from rerail.runtime.journal import Journal
 from rerail.runtime.machines import HEALTH, Machines
@@ -57,13 +58,14 @@ class Controller:
         self, spec: JobSpec, settings: Settings, journal: Journal, token: str = "", tell: Callable[[str], None] = say
     ) -> None:
         self.spec, self.settings, self.journal, self._tell = spec, settings, journal, tell
-        self.inbox: asyncio.Queue[Inbound] = asyncio.Queue()
+        self.inbox: asyncio.Queue[Inbound | Sighting] = asyncio.Queue()
         self.fleet = Fleet()
         self.intake = Intake(self.fleet, spec.job, settings)
         self.admission = Admission(self.fleet, spec, token)
         self.execution = Execution(self.fleet, spec, settings)
         self.classifier = Classifier(Levels.of(settings).catalog())
         self.machines = Machines(self.classifier, tell)
+        self.injections = Injections(self.fleet, allowed=spec.allow_inject)
         self.incident: Incident | None = None
         self.incidents = 0
         self.budget = Budget()
@@ -100,7 +102,7 @@ class Controller:
         """Wait for messages or the next deadline, then read all there is: what happened together is seen together."""
         deadline, now = self._next_deadline(), time.monotonic()
         wait = None if deadline is None else max(0.0, deadline - now)
-        batch: list[Inbound] = []
+        batch: list[Inbound | Sighting] = []
         with contextlib.suppress(TimeoutError):
             # not wait_for: on Python 3.11 it loses a cancellation that comes together with a message
             async with asyncio.timeout(wait):
@@ -109,7 +111,7 @@ class Controller:
             batch.append(self.inbox.get_nowait())
         return self.detect(batch, time.monotonic(), time.time())
 
-    def detect(self, batch: list[Inbound], now: float, wall: float) -> list[Sighting]:
+    def detect(self, batch: list[Inbound | Sighting], now: float, wall: float) -> list[Sighting]:
         """Messages and passed deadlines become fleet updates; what went wrong comes back."""
         found = [sighting for inbound in batch for sighting in self._take(inbound, now, wall)]
         found += self.intake.lost_agents(now, wall)
@@ -134,8 +136,9 @@ class Controller:
     def _gather(self, sightings: list[Sighting]) -> None:
         """Each signal becomes an event of the incident it belongs to."""
         for sighting in sightings:
-            if sighting.signal.source.startswith("checkpoint."):
+            if sighting.signal.source.startswith(("checkpoint.", "inject")):
                 self._records.append((0, sighting.signal))  # written down, and no fault
+                self.injections.heard(sighting.signal)
                 continue
             if sighting.signal.source.startswith(HEALTH):
                 self._records += self.machines.heard(sighting.signal, self.incident)
@@ -213,7 +216,9 @@ class Controller:
 
     # --- the parts of it ----------------------------------------------------------------------------------------
 
-    def _take(self, inbound: Inbound, now: float, wall: float) -> list[Sighting]:
+    def _take(self, inbound: Inbound | Sighting, now: float, wall: float) -> list[Sighting]:
+        if isinstance(inbound, Sighting):  # another system told of it (see `runtime.reported`)
+            return [inbound]
         link, message = inbound.link, inbound.message
         if isinstance(message, AgentHello):
             return self._greet(link, message, now, wall)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rerail.runtime.clock import Ballot, Took
+from rerail.runtime.clock import Ballot, Metric, Took
 from rerail.runtime.slots import Slot
 
 PER_BEAT = 16
@@ -17,7 +17,7 @@ class Told(NamedTuple):
     """What is new."""
 
     took: dict[int, list[Took]]
-    metrics: dict[int, dict[str, tuple[int, float]]]
+    metrics: dict[int, dict[str, Metric]]
     ballots: dict[int, Ballot]
 
 
@@ -47,7 +47,7 @@ class Gauges:
             found[slot.rank] = [step for step in steps if step.version % stride == 0]
         return found
 
-    def _metrics(self, slots: Sequence[Slot]) -> dict[int, dict[str, tuple[int, float]]]:
+    def _metrics(self, slots: Sequence[Slot]) -> dict[int, dict[str, Metric]]:
         """Newest metrics of every rank that has any."""
         found = {slot.rank: slot.clock.metrics() for slot in slots if slot.child is not None}
         return {rank: metrics for rank, metrics in found.items() if metrics}

@@ -14,6 +14,7 @@ from rerail.config import Settings
 from rerail.diagnose.stall import behind, counts_of
 from rerail.flow import Signal, new_id
 from rerail.runtime.fleet import Agent, Fleet, Rank, RankState, Waits
+from rerail.runtime.training import Finding, TrainingWatch
 from rerail.runtime.wire import (
     Beat,
     CommFailed,
@@ -50,6 +51,7 @@ class Intake:
         self._fleet = fleet
         self._job = job
         self._settings = settings
+        self._training = TrainingWatch()
 
     def take(self, agent: Agent, message: ToController, *, wall: float) -> list[Sighting]:
         """Apply one message; the faults it speaks of come back."""
@@ -70,9 +72,15 @@ class Intake:
                     if number in self._fleet.ranks and version > self._fleet.ranks[number].version:
                         agent.waits = None
                     self._fleet.saw_version(number, version)
+                return [self._noticed(finding, agent, wall) for finding in self._training.take(message)]
             case _:
                 pass
         return []
+
+    def _noticed(self, finding: Finding, agent: Agent, wall: float) -> Sighting:
+        rank = self._fleet.ranks.get(finding.rank)
+        node = rank.node if rank is not None else agent.node
+        return Sighting(self.signal(finding.source, node, finding.rank, wall, step=finding.step, **finding.payload))
 
     def lost_agents(self, now: float, wall: float) -> list[Sighting]:
         """Nodes whose time to come back, or to say anything, is over."""

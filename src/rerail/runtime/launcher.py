@@ -21,7 +21,7 @@ from types import FrameType
 
 import msgspec
 
-from rerail.config import DEPOT_KEY, DEPOT_PORT, DEPOT_SOCKET, EXIT_FAILED, JobSpec, Settings, node_memory
+from rerail.config import DEPOT_KEY, DEPOT_PORT, DEPOT_SOCKET, EXIT_FAILED, INJECT, JobSpec, Settings, node_memory
 from rerail.detect.process import signal_name
 from rerail.errors import UsageError
 from rerail.runtime import lastwill, memory, processes
@@ -277,6 +277,7 @@ def environment(spec: JobSpec, settings: Settings) -> dict[str, str]:
     env["RERAIL_SETTINGS"] = msgspec.json.encode(settings).decode()
     env["RERAIL_LAUNCHER"] = str(os.getpid())
     env.setdefault("RERAIL_NODE", node_name(spec))
+    env[INJECT] = "1" if spec.allow_inject else "0"
     if settings.node_store:
         import hashlib  # here, because most jobs start without it
         import hmac

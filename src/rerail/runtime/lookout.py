@@ -29,7 +29,7 @@ class Lookout:
     """One monitor process, started again whenever it ends."""
 
     def __init__(self, settings: Settings, job: str, node: str, tell: Callable[[Signal], None]) -> None:
-        self._wanted = settings.detectors
+        self._wanted = bool(settings.detectors)
         self._env = {**os.environ, "RERAIL_SETTINGS": msgspec.json.encode(settings).decode(), "OMP_NUM_THREADS": "1"}
         self._job, self._node, self._tell = job, node, tell
         self._process: asyncio.subprocess.Process | None = None

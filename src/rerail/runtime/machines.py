@@ -19,6 +19,9 @@ HEALTH = (MACHINE, "training.")
 WINDOW_S = 120.0
 """Seconds between a fault of the machine and one of a rank in which the first may be the cause of the second."""
 KEPT = 1000
+FOLD_S = 5.0
+LOUD = (Severity.ERROR, Severity.CRITICAL, Severity.DEGRADED)
+"""What is worth a line on the screen."""
 
 
 class Machines:
@@ -26,6 +29,7 @@ class Machines:
 
     def __init__(self, classifier: Classifier, tell: Callable[[str], None]) -> None:
         self._classifier, self._tell = classifier, tell
+        self._told: dict[str, float] = {}
         self._standing: dict[tuple[str, str, str], Event] = {}
 
     def heard(self, signal: Signal, incident: Incident | None) -> list[tuple[int, AnyRecord]]:
@@ -33,8 +37,11 @@ class Machines:
         event = self.take(signal)
         number = incident.number if incident is not None else 0
         records: list[tuple[int, AnyRecord]] = [(number, signal), (number, event)]
-        if incident is not None and incident.diagnosis is not None and self.causes_of(incident.events) == [event]:
-            incident.diagnosis = because_of(incident.diagnosis, event)
+        told = incident.diagnosis if incident is not None else None
+        if incident is None or told is None or told.code == event.code:
+            return records
+        if self.causes_of(incident.events) == [event]:
+            incident.diagnosis = because_of(told, event)
             incident.link((signal, event))
             records.append((number, incident.diagnosis))
         return records
@@ -45,15 +52,23 @@ class Machines:
         subject = str(signal.payload.get("subject", ""))
         key = (event.node, event.code, subject)
         if signal.payload.get("over"):
-            if self._standing.pop(key, None) is not None:
+            # a line that names no device ends the fault on all of them
+            ended = [k for k in self._standing if k == key or (not subject and k[:2] == key[:2])]
+            gone = [self._standing.pop(one) for one in ended]
+            others = any(node == event.node and code == event.code for node, code, _ in self._standing)
+            if gone and not (others and signal.source != MACHINE):
                 self._tell(f"{event.node}: {event.code} is over{f' ({subject})' if subject else ''}")
             return event
         known = self._standing.pop(key, None)
         self._standing[key] = event
         while len(self._standing) > KEPT:
             self._standing.pop(next(iter(self._standing)))
-        if known is None and event.severity in (Severity.ERROR, Severity.CRITICAL, Severity.DEGRADED):
-            self._tell(f"{event.message} ({event.code}): {event.evidence[:200]}")
+        # what concerns the training is told by every rank at once
+        again = signal.source != MACHINE and event.at - self._told.get(event.code, 0.0) < FOLD_S
+        if known is None and not again and event.severity in LOUD:
+            self._told[event.code] = event.at
+            seen = event.evidence[:200]
+            self._tell(f"{event.message} ({event.code})" + (f": {seen}" if seen not in event.message else ""))
         return event
 
     def causes_of(self, events: Sequence[Event]) -> list[Event]:

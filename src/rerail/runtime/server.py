@@ -2,6 +2,8 @@
 
     /agent    WebSocket, one msgpack message per frame (see `runtime.wire`)
     /status   GET, JSON; asked by `rerail status` and the benchmark
+    /faults   POST, JSON; faults that other systems have found (see `runtime.reported`)
+    /inject   POST, JSON; a fault on purpose, where the job allows it (see `runtime.injections`)
 
 Called by the launcher through `python -m rerail.runtime.controller`, whose `main` is here.
 """
@@ -16,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,23 +26,26 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rerail.config import JobSpec, Settings
+from rerail.detect.monitor import SOURCE
 from rerail.errors import JournalError, UsageError, WireError
 from rerail.runtime.controller import Controller, Inbound
 from rerail.runtime.frames import MAX_MESSAGE, decode_to_controller, encode
+from rerail.runtime.intake import Sighting
 from rerail.runtime.journal import FILE_NAME, Journal
 from rerail.runtime.processes import say
+from rerail.runtime.reported import MAX_BODY, PER_MINUTE, Desk, Refused
 from rerail.runtime.wire import AgentHello, Rejected, Shutdown, ToAgent
 
 ADDRESS_FILE = "controller.json"
 EXIT_USAGE = 2
 HELLO_S = 10.0
-"""Seconds a connection may take to say who it is."""
+"""Seconds a connection may take to say who it is, or to send a request."""
 FAREWELL_S = 10.0
 """Seconds beyond the grace period that agents may take to leave once the job is over."""
 
@@ -72,12 +78,15 @@ class Door:
 
     def __init__(self, controller: Controller, token: str) -> None:
         self._controller, self._token = controller, token
+        self._desk = Desk(controller.settings.fault_senders, controller.classifier.catalog, PER_MINUTE)
         self.open_links = 0
         self.empty = asyncio.Event()
         self.empty.set()
 
     def app(self) -> Starlette:
-        return Starlette(routes=[WebSocketRoute("/agent", self.agent), Route("/status", self.status)])
+        faults = Route("/faults", self.faults, methods=["POST"])
+        inject = Route("/inject", self.inject, methods=["POST"])
+        return Starlette(routes=[WebSocketRoute("/agent", self.agent), Route("/status", self.status), faults, inject])
 
     async def agent(self, websocket: WebSocket) -> None:
         """One agent's connection from greeting to end."""
@@ -110,10 +119,54 @@ class Door:
 
     async def status(self, request: Request) -> Response:
         """The fleet as JSON, for whoever knows the token."""
+        return self._stranger(request) or JSONResponse(status_of(self._controller))
+
+    async def faults(self, request: Request) -> Response:
+        """Faults that other systems have found: heard like the words of a node's own monitor."""
+        if (refusal := self._stranger(request)) is not None:
+            return refusal
+        controller = self._controller
+        nodes, here = controller.fleet.agents, os.environ.get("RERAIL_NODE") or socket.gethostname()
+        if here not in nodes and len(nodes) == 1:
+            (here,) = nodes
+        try:
+            found = self._desk.take(await _body(request), nodes, here, time.time())
+        except Refused as error:
+            return JSONResponse({"error": str(error)}, error.status)
+        for one in found:
+            told = controller.intake.signal(SOURCE, one.node, -1, one.at)
+            controller.inbox.put_nowait(Sighting(msgspec.structs.replace(told, payload=one.payload())))
+        return JSONResponse({"accepted": len(found)}, 202)
+
+    async def inject(self, request: Request) -> Response:
+        """Break something on purpose; the answer comes when it is done."""
+        if (refusal := self._stranger(request)) is not None:
+            return refusal
+        try:
+            status, answer = await self._controller.injections.ask(await _body(request))
+        except Refused as error:
+            return JSONResponse({"refused": str(error)}, error.status)
+        return JSONResponse(answer, status)
+
+    def _stranger(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
             return JSONResponse({"error": "the token is wrong or missing (Authorization: Bearer TOKEN)"}, 401)
-        return JSONResponse(status_of(self._controller))
+        return None
+
+
+async def _body(request: Request) -> bytes:
+    """What a request brings, no more than is read of it, and not waited for longer than a hello."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(HELLO_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY:
+                    break
+    except (TimeoutError, ClientDisconnect):
+        raise Refused(408, "the request has no end") from None
+    return bytes(body)
 
 
 def status_of(controller: Controller) -> dict[str, Any]:
@@ -130,6 +183,10 @@ def status_of(controller: Controller) -> dict[str, Any]:
         "open_incident": controller.incident.number if controller.incident is not None else 0,
         "restarts_used": controller.budget.restarts_used,
         "standbys": sum(agent.ready for agent in fleet.connected()),
+        "faults": [
+            {"code": one.code, "node": one.node, "rank": one.rank, "since": one.first_seen, "message": one.message}
+            for one in controller.machines.standing()
+        ],
         "nodes": [
             {"node": a.node, "connected": a.connected, "standbys": a.ready, "warming": a.warming}
             for a in fleet.agents.values()
@@ -191,8 +248,9 @@ async def _farewell(controller: Controller, door: Door) -> None:
     while not leaving.done():
         news = asyncio.create_task(controller.inbox.get())
         await asyncio.wait({leaving, news}, return_when=asyncio.FIRST_COMPLETED)
-        if news.done() and isinstance(news.result().message, AgentHello):
-            news.result().link.send(Shutdown(exit_code=controller.exit_code or 0, reason="the job is over"))
+        said = news.result() if news.done() else None
+        if isinstance(said, Inbound) and isinstance(said.message, AgentHello):
+            said.link.send(Shutdown(exit_code=controller.exit_code or 0, reason="the job is over"))
         news.cancel()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from rerail.config import Settings
 from rerail.detect.hang import Facts, Verdict, all_waiting, judge, limit, stall_age
@@ -64,7 +64,7 @@ class Watch:
         self,
         settings: Settings,
         slots: Sequence[Slot],
-        hung: Callable[[Slot, Verdict], None],
+        hung: Callable[[Slot, Verdict], Coroutine[None, None, None]],
         stalled: Callable[[float, list[Reading]], None],
     ) -> None:
         self._settings = settings
@@ -73,6 +73,8 @@ class Watch:
         self._stalled = stalled
         self._observed: dict[int, _Observation] = {}
         self._reported: set[tuple[int, int]] = set()
+        self._telling: set[asyncio.Future[None]] = set()
+        """Held on to, or they might be forgotten half-way."""
         self._stall_reported: tuple[int, int] = (-1, -1)
 
     async def run(self) -> None:
@@ -102,7 +104,8 @@ class Watch:
             verdict = judge(reading, self._facts(slot, seen, reading, now), self._settings)
             if verdict is not None and (slot.rank, slot.generation) not in self._reported:
                 self._reported.add((slot.rank, slot.generation))
-                self._hung(slot, verdict)
+                self._telling.add(told := asyncio.ensure_future(self._hung(slot, verdict)))
+                told.add_done_callback(self._telling.discard)
             if slot.joined:
                 readings.append(reading)
                 watched = min(watched, now - seen.since)

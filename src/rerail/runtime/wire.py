@@ -19,7 +19,7 @@ from __future__ import annotations
 import msgspec
 
 from rerail.flow import Signal
-from rerail.runtime.clock import Ballot, Took
+from rerail.runtime.clock import Ballot, Metric, Took
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -92,6 +92,25 @@ class Stop(Message, frozen=True, kw_only=True):
 
     reason: str
     culprit: bool = False
+
+
+class Inject(Message, frozen=True, kw_only=True):
+    """Break something on purpose (`rerail inject`); from the controller to an agent, and on to the rank that does it."""
+
+    id: str
+    kind: str
+    """One of `runtime.injections.KINDS`."""
+    rank: int
+    """For a fault of a machine: the rank by which the node was found."""
+    seed: int
+    """Makes every choice that is left."""
+    after_s: float = 0.0
+    for_s: float = 0.0
+    factor: float = 0.0
+    line: str = ""
+    folder: str = ""
+    max_size: int = 0
+    port: int = 0
 
 
 # --- rank -> agent ---------------------------------------------------------------------------------------------
@@ -199,12 +218,21 @@ class Noted(Message, frozen=True, kw_only=True):
     text: str
 
 
+class Injected(Message, frozen=True, kw_only=True):
+    """What became of an Inject that was passed on to this rank."""
+
+    order: str
+    source: str
+    """`inject`, `inject.over` or `inject.refused`."""
+    text: str
+
+
 class Dismiss(Message, frozen=True, kw_only=True):
     """All ranks have finished: leave the loop. Until then a finished rank stays to help repair the others."""
 
 
-FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted
-ToRank = Assign | Interrupt | Form | Dismiss | Stop
+FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted | Injected
+ToRank = Assign | Interrupt | Form | Dismiss | Stop | Inject
 
 
 # --- agent -> controller ---------------------------------------------------------------------------------------
@@ -288,7 +316,7 @@ class Beat(Message, frozen=True, kw_only=True):
     pids: dict[int, int] = {}
     took: dict[int, list[Took]] = {}
     """By rank: where the time of some of the newest steps went. All ranks tell of the same steps."""
-    metrics: dict[int, dict[str, tuple[int, float]]] = {}
+    metrics: dict[int, dict[str, Metric]] = {}
     ballots: dict[int, Ballot] = {}
     """By rank: a checksum of its state that has not been told before."""
 
@@ -364,4 +392,4 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 ToController = AgentHello | PortPicked | Observed | Relayed | RankExited | Standbys | Beat | LeaveJob
-ToAgent = Welcome | Rejected | PickPort | Start | Promote | InterruptAll | FormAll | DismissAll | Shutdown
+ToAgent = Welcome | Rejected | PickPort | Start | Promote | InterruptAll | FormAll | DismissAll | Shutdown | Inject

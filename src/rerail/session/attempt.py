@@ -7,7 +7,7 @@ raises before it touches anything. Called by `session.job`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from rerail.errors import StepInterrupted
 from rerail.runtime.clock import Phase, StepClock
 from rerail.session.c10d import cuda_in_use
 from rerail.session.fabric import fabric
+
+if TYPE_CHECKING:
+    from rerail.session.injected import Injections
 
 
 class Attempt:
@@ -24,6 +27,7 @@ class Attempt:
         self._clock = clock
         self.before_update: Callable[[], None] = lambda: None
         """Called once the update is certain to happen, before it changes anything."""
+        self.injected: Injections | None = None
         self.active = False
         self.update_begun = False
         self.updates_open = 0
@@ -63,6 +67,8 @@ class Attempt:
             if fabric.interrupted:
                 raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
         if not self.update_begun:
+            if self.injected is not None:
+                self.injected.before_update()
             self.before_update()
             self._solo_before_update = fabric.solo_used
         self.update_begun = True
@@ -72,3 +78,5 @@ class Attempt:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.updates_open -= 1
+        if self.injected is not None:
+            self.injected.after_update()

@@ -84,16 +84,17 @@ class Fabric:
         self.promises = waiting.Promises()
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
+        self._newest_name = ("", "")
         self._seen_newest: Any = None
         self._newest_since = 0
         self._lock = threading.Lock()
 
     # --- every collective passes here ---
 
-    def begin(self, work: Any) -> None:
+    def begin(self, work: Any, name: str, group: str) -> None:
         """Count this collective and remember it as the newest, for the beat thread."""
         self.collectives += 1
-        self._newest = work
+        self._newest, self._newest_name = work, (name, group)
         if self._mark is not None:
             self._mark.record()
 
@@ -106,6 +107,11 @@ class Fabric:
             self._mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         elif self._mark.query():
             self.exposed_s = max(0.0, self._mark.elapsed_time(end) / 1e3)
+
+    @property
+    def newest_name(self) -> str:
+        """The newest collective in words."""
+        return " of ".join(self._newest_name)
 
     def pending_since(self) -> int:
         """When the newest collective was first seen under way, if it is still; else 0. Asked at every beat."""

@@ -199,7 +199,7 @@ class ReplaceableGroup(ProcessGroup):
             except RuntimeError as error:
                 fabric.failed(error)
             else:
-                fabric.begin(work)
+                fabric.begin(work, name, self.key)
                 if work is None:  # NCCL gives none where the caller does not want to wait
                     return finished_work(solo.outputs_of(name, args))
                 relayed = RelayedWork(work, name, args, self if self._nccl is None or _on_cpu(args) else None)

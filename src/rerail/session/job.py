@@ -34,6 +34,7 @@ from rerail.session.checkpoints import Checkpoints
 from rerail.session.cursor import Cursor
 from rerail.session.ending import Ending
 from rerail.session.fabric import fabric, hearing
+from rerail.session.injected import injections_of
 from rerail.session.link import AgentLink
 from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
 from rerail.session.small import Small, to_journal
@@ -92,6 +93,7 @@ class Job:
         self._snapshots = Snapshotter(self, link)
         self._attempt.before_update = self._snapshots.before_update
         self._telemetry = Telemetry(self._clock, self._tracked, self.rank, self.world_size)
+        self._injected = self._attempt.injected = injections_of(self, link)
 
     @property
     def version(self) -> int:
@@ -283,6 +285,8 @@ class Job:
         self._buffers.before_step()
         self._snapshots.agree()
         self._checkpoints.agree()
+        if self._injected is not None:
+            self._injected.step_begins()
 
     def _end_attempt(self, error: BaseException | None) -> bool:
         """True when the error, if any, is dealt with: the `with` block swallows it."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rerail.config import settings_of_rank
 from rerail.errors import JobStopped
+from rerail.runtime import stacks
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
 from rerail.session import groups, waiting
 from rerail.session.c10d import HashStore
@@ -58,6 +59,7 @@ def _join_agent(link: AgentLink, backend: str | None, timeout: timedelta | None)
     replaceable = not dist.is_initialized()
     link.send(Joined(rank=assignment.rank, generation=assignment.generation, replaceable=replaceable))
     link.start_beating(settings_of_rank().beat_s)
+    stacks.answer(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if not replaceable:
         if assignment.rank == 0:
             print(
@@ -106,7 +108,7 @@ def _wire_up(link: AgentLink, assignment: Assign) -> None:
         link.send(CommFailed(rank=assignment.rank, generation=fabric.generation, version=version, text=text[:2000]))
 
     link.on_interrupt = on_interrupt
-    link.collectives = lambda: (fabric.pending_since(), fabric.collectives)
+    link.collectives = lambda: (fabric.pending_since(), fabric.collectives, fabric.newest_name)
     fabric.on_failure = on_failure
 
 

@@ -11,13 +11,14 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 from rerail.errors import JobStopped
 from rerail.runtime.clock import StepClock
 from rerail.runtime.frames import decode_to_rank, frame, recv_frame
-from rerail.runtime.wire import Assign, Form, Formed, Interrupt, Message, Plan, Stop, ToRank
+from rerail.runtime.wire import Assign, Form, Formed, Inject, Interrupt, Message, Plan, Stop, ToRank
 
 FD_VARIABLE = "RERAIL_LINK_FD"
 
@@ -36,11 +37,13 @@ class AgentLink:
         self.arena_fd = -1
         self.assigned_at = 0.0
         self.on_interrupt: Callable[[Interrupt], None] = lambda interrupt: None
-        self.collectives: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """When the newest unfinished collective began (monotonic ns; 0: there is none), and how many have begun. Asked
-        by the beat thread."""
+        self.collectives: Callable[[], tuple[int, int, str]] = lambda: (0, 0, "")
+        """When the newest unfinished collective began (monotonic ns; 0: there is none), how many have begun, and what it is.
+        Asked by the beat thread."""
         self.newest_interrupt: Interrupt | None = None
         self.stop: Stop | None = None
+        self.injections: deque[Inject] = deque()
+        """What is to go wrong on purpose, for `session.injected`."""
         threading.Thread(target=self._listen, name="rerail-link", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -144,6 +147,9 @@ class AgentLink:
                 self.newest_interrupt = message
             elif isinstance(message, Stop):
                 self.stop = message
+            elif isinstance(message, Inject):
+                self.injections.append(message)
+                continue
             self._inbox.put(message)
 
 

@@ -19,7 +19,8 @@ from rerail.session.waiting import idle
 if TYPE_CHECKING:
     from rerail.session.tracked import Tracked
 
-_FOUR = 4
+WORD = 8
+"""Bytes that are added up at a time. Narrower words are ten times as slow."""
 
 
 class Telemetry:
@@ -95,7 +96,10 @@ def sums(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums wrap around, and one flipped bit still changes them by a power of two."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // _FOUR * _FOUR
-    head = flat[:whole].view(torch.int32).sum(dtype=torch.int64)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    whole = flat.numel() // WORD * WORD
+    head = flat[:whole].view(torch.int64).sum()
     return head + flat[whole:].sum(dtype=torch.int64) if whole < flat.numel() else head

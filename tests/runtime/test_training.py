@@ -1,0 +1,74 @@
+"""Beats of ranks become findings: who is slow, whose numbers are sick, whose state is another."""
+
+from __future__ import annotations
+
+from rerail.runtime.clock import GROUPS, Ballot, Metric, Took
+from rerail.runtime.training import Finding, TrainingWatch
+from rerail.runtime.wire import Beat
+
+PIDS = {0: 100, 1: 101, 2: 102}
+
+
+def steps(watch: TrainingWatch, first: int, count: int, slow: dict[int, float] | None = None) -> list[Finding]:
+    found = []
+    for version in range(first, first + count):
+        took = {rank: [Took(version, 0.01, 0.1 * (slow or {}).get(rank, 1.0), 0.02, 0.0)] for rank in PIDS}
+        found += watch.take(Beat(versions={}, pids=PIDS, took=took))
+    return found
+
+
+def vote(watch: TrainingWatch, version: int, bad: int = -1, ranks: tuple[int, ...] = (0, 1, 2)) -> list[Finding]:
+    found = []
+    for rank in ranks:
+        sums = tuple(version + group + (group == 3 and rank == bad) for group in range(GROUPS))
+        found += watch.take(Beat(versions={}, pids=PIDS, ballots={rank: Ballot(version, sums, ranks)}))
+    return found
+
+
+def test_a_slow_rank_is_named_and_its_recovery_told() -> None:
+    watch = TrainingWatch()
+    assert steps(watch, 1, 60) == []
+    (named,) = steps(watch, 61, 20, slow={2: 1.3})
+    assert (named.rank, named.state, named.over) == (2, "compute", False)
+    (over,) = steps(watch, 81, 100)
+    assert over.rank == 2 and over.over
+
+
+def test_a_slow_rank_that_is_replaced_starts_with_a_clean_sheet() -> None:
+    watch = TrainingWatch()
+    steps(watch, 1, 60)
+    assert steps(watch, 61, 20, slow={2: 1.3})
+    (over,) = watch.take(Beat(versions={}, pids={**PIDS, 2: 999}))
+    assert over.rank == 2 and over.over
+
+
+def test_a_number_that_is_not_finite_is_told_once_even_if_only_one_step_had_it() -> None:
+    watch = TrainingWatch()
+
+    def metric(version: int, value: float, unsound: int) -> list[Finding]:
+        return watch.take(Beat(versions={}, pids=PIDS, metrics={1: {"loss": Metric(version, value, unsound)}}))
+
+    assert metric(10, 2.0, 0) == []
+    (found,) = metric(14, 2.0, 12)
+    assert (found.rank, found.step, found.state) == (1, 12, "nan")
+    assert metric(15, 2.0, 12) == []
+    (over,) = metric(30, 2.0, 12)
+    assert over.over
+    assert metric(31, 2.0, 12) == []
+    assert [one.step for one in metric(40, float("nan"), 40)] == [40]
+
+
+def test_the_replica_that_differs_is_named() -> None:
+    watch = TrainingWatch()
+    assert vote(watch, 100) == []
+    (found,) = vote(watch, 200, bad=1)
+    assert (found.rank, found.step, found.state) == (1, 200, "differs") and "parts 3 of 8" in found.text
+
+
+def test_of_two_replicas_nobody_is_named() -> None:
+    (found,) = vote(TrainingWatch(), 100, bad=1, ranks=(0, 1))
+    assert (found.rank, found.state) == (-1, "tie") and "0, 1" in found.text
+
+
+def test_an_empty_beat_says_nothing() -> None:
+    assert TrainingWatch().take(Beat(versions={0: 1})) == []
