@@ -55,10 +55,12 @@ def run(
         ({"rises": 1}, [5], "."),
         ({"rises": 3, "within_s": 25.0}, [0, 1, 2, 3, 4], "....."),
         ({"rises": 3, "within_s": 35.0}, [0, 1, 2, 3, 4], "...+."),
-        ({"rises": 3, "within_s": 25.0}, [0, 3, 3, 3, 3, 3], ".+..-."),
+        ({"rises": 3, "within_s": 25.0}, [0, 3, 3, 3, 3, 3], ".+.-.."),
         ({"rises": 5}, [100, 103, 0, 3, 5], "....+"),
         ({"rises": 1}, [5, 6, 0, 0, 1], ".+-.+"),
         ({"rises": 1}, ["N/A", 5, "N/A", 6], "...+"),
+        ({"rises": 1}, [5, float("nan"), 6], "..+"),
+        ({"above": 1}, [10**400, 2], ".+"),
     ],
 )
 def test_conditions(condition: dict[str, Any], values: list[Value], expected: str) -> None:

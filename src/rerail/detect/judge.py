@@ -6,6 +6,7 @@ when the condition no longer holds. A counter that was reset (a driver reload) s
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -133,6 +134,7 @@ def _same(value: Value, wanted: Value) -> bool:
 
 def _number(value: Value) -> float | None:
     try:
-        return float(value)
-    except ValueError:
+        number = float(value)
+    except (ValueError, OverflowError):
         return None
+    return None if math.isnan(number) else number

@@ -38,6 +38,9 @@ MAX_ALIKE = 1000
 ENDLESS = 256 << 20
 """Bytes without the end of a line: no log, but something like /dev/zero."""
 MAX_FILES = 10_000
+SAMPLE, NO_TEXT = 4096, 0.1
+"""Bytes at the beginning of a block, and the share of them that no text has if the block is one."""
+_TEXT = bytes({*range(0x20, 0x7F), *b"\t\n\r\f\b\x1b", *range(0x80, 0x100)})
 LOOK_BACK = 16 << 10
 """Bytes before a line without a time in which the time of an earlier line is looked for: a traceback has none of its own."""
 STAMPED = 480
@@ -152,6 +155,8 @@ class Reader:
 
     def _lines(self, raw: bytes, number: int, file: _File) -> Iterator[Sighting]:
         """Sightings of a block of lines, the first of which is line `number`."""
+        if len(raw[:SAMPLE].translate(None, _TEXT)) > SAMPLE * NO_TEXT:
+            return  # a core dump, a tensor: whatever words are in there, nobody said them
         block = plain(raw)
         counted = 0
         for start, end in self._matcher.spans(block):

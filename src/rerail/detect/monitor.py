@@ -32,6 +32,8 @@ from rerail.flow import Role
 
 SOURCE = "machine"
 """Of the signals that are made of it."""
+AGENT = "RERAIL_AGENT_PID"
+"""In the monitor's environment: whose it is. Asked by itself, it could be too late: the agent may be gone by then."""
 RATE = 20
 """Findings of one code that are told within RATE_S; more of the same say nothing new."""
 RATE_S = 60.0
@@ -219,7 +221,7 @@ def main() -> int:
     from rerail.detect.inventory import all_detectors, all_watchers
     from rerail.detect.notices import watchers
 
-    parent = os.getppid()
+    parent = int(os.environ.get(AGENT) or os.getppid())
     os.nice(5)
     out: queue.SimpleQueue[Found] = queue.SimpleQueue()
     levels = Levels.from_environment()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -22,6 +23,8 @@ from rerail.flow import Handling, Role
 
 STORM_S = 30.0
 """The same code on several devices within so many seconds is software, whatever the code says."""
+_QUOTED = re.compile(r'(?:^|[\]:)|]\s)\s{0,200}(?:raise [\w.]{1,80}\(|File "[^"\n]{1,400}", line \d{1,7}\b)')
+"""A line of a traceback that shows the program, not what it said."""
 _DAY = 86400.0
 _T = TypeVar("_T")
 _SPREAD = {"utc": math.inf, "date": math.inf, "day": 183 * _DAY, "hour": _DAY / 2, "uptime": math.inf}
@@ -63,12 +66,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(sightings: Iterable[Sighting]) -> Verdict:
     """The root cause of all that was seen."""
-    groups = _fold(sightings)
+    groups = _fold(_said(list(sightings)))
     standing = [group for group in groups if not (group.over or group.rare) or _is_wanted(group, groups)]
     needed = [group for group in standing if group.fault.matters or _explains_any(group, standing)]
     if not any(group.fault.matters for group in needed):
-        came_and_went = [group for group in groups if group.over and not group.rare]
-        needed = [group for group in came_and_went if group.fault.serious]  # better than nothing
+        came_and_went = [group for group in groups if group.over and not group.rare and group.fault.serious]
+        needed = [group for group in came_and_went if group.fault.matters]  # better than nothing
     if not needed:
         return Verdict(why="nothing that was seen is a fault")
     free = _unexplained(needed)
@@ -86,6 +89,12 @@ def judge(sightings: Iterable[Sighting]) -> Verdict:
         hardware=root.fault.hardware and not storm,
         storm=storm,
     )
+
+
+def _said(sightings: list[Sighting]) -> list[Sighting]:
+    """Without the program text that a traceback quotes, where something was said as well."""
+    said = [one for one in sightings if not _QUOTED.search(one.text)]
+    return said if any(one.fault.matters and not one.fault.general for one in said) else sightings
 
 
 def _fold(sightings: Iterable[Sighting]) -> list[Group]:

@@ -20,7 +20,18 @@ MIN_LENGTH = 4
 MAX_LENGTH = 32
 TELLING = 7
 """Shorter words are in every healthy log, too."""
-COMMON = ("iteration", "training", "warning", "learning", "checkpoint", "message", "device", "process", "timeout", "connect")
+COMMON = (
+    "iteration",
+    "training",
+    "warning",
+    "learning",
+    "checkpoint",
+    "message",
+    "device",
+    "process",
+    "timeout",
+    "connect",
+)
 
 Words = tuple[tuple[str, ...], ...]
 """Of each group, one word must be there, in lower case. The first group is the most telling one."""

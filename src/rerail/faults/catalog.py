@@ -147,7 +147,11 @@ class Catalog:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = tuple(faults)
         self._by_code = {fault.code: fault for fault in faults}
-        self._by_alias = {alias.upper(): fault for fault in faults for alias in fault.aliases}
+        # several entries may stand for what others call one fault: the one of the same name, else the best described one
+        known = sorted(faults, key=lambda fault: len(fault.samples) if fault.matters else 0)
+        self._by_alias = {alias.upper(): fault for fault in known for alias in fault.aliases}
+        for fault in faults:
+            self._by_alias |= {a.upper(): fault for a in fault.aliases if a.lower().replace("-", ".") == fault.code}
 
     def get(self, code: str) -> Fault | None:
         return self._by_code.get(code)

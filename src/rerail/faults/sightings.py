@@ -14,6 +14,13 @@ from rerail.flow import Role
 
 TOLD_AT_INFO = ("numerics", "scheduler", "node", "npu", "nic", "process")
 """Classes whose faults programs report without calling them errors: a loss that is nan, a job that is cancelled."""
+_DAEMON = re.compile(
+    r"systemd(?:-[\w-]+)?|\S+\.desktop|(?i:networkmanager|modemmanager|networkd-dispatcher|dbus\S*|udisksd|polkitd"
+    r"|avahi-\w+|rsyslogd|crond?|anacron|sshd|sudo|su|login|snapd|apport|fwupd\w*|smartd|rtkit-daemon|accounts-daemon"
+    r"|wpa_supplicant|dhclient|chronyd|ntpd|cupsd|bluetoothd|pulseaudio|pipewire|wireplumber|tlp|tumblerd|packagekitd"
+    r"|tracker-\S+|gdm\S*|gnome-\S+|gsd-\S+|kdeinit\d?|xorg)"
+)
+"""Programs of the machine itself: a word that in a script would be an error means nothing in their journal lines."""
 _DEVICE = re.compile(r"\b(?:PCI:)?([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
 
 
@@ -60,6 +67,8 @@ def faults_in(matcher: Matcher, line: Line) -> list[Fault]:
     found = list(matcher.match(line.text) or (matcher.match(line.raw) if line.text != line.raw else ()))
     if line.level in ("debug", "info") and not line.kernel:
         found = [fault for fault in found if _told_at_info(fault)]
+    if line.program and _DAEMON.fullmatch(line.program.rpartition("/")[2]):
+        found = [fault for fault in found if fault.seen != ("script",)]
     return [fault for fault in found if not fault.unless or not compiled(fault.unless).search(line.raw)]
 
 

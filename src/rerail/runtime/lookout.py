@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from rerail.config import Settings
-from rerail.detect.monitor import SOURCE, Found
+from rerail.detect.monitor import AGENT, SOURCE, Found
 from rerail.flow import Signal, new_id
 from rerail.runtime.processes import say
 
@@ -22,6 +22,8 @@ AGAIN_S = (1.0, 5.0, 30.0)
 """Seconds before a monitor that ended is started again; the last one for good."""
 LONG_S = 600.0
 """A monitor that ran this long was healthy: count its ends anew."""
+DYING_S = 2.0
+"""Seconds that its end is waited for."""
 MAX_LINE = 1 << 16
 
 
@@ -44,8 +46,10 @@ class Lookout:
             began = time.monotonic()
             try:
                 await self._one()
+            except OSError as error:  # no memory, no process left: the ranks matter more
+                say(f"the monitor of this node cannot be started: {error}")
             finally:
-                self._kill()
+                await self._kill()
             ends = 0 if time.monotonic() - began > LONG_S else ends + 1
             if ends == len(AGAIN_S):
                 say(
@@ -60,7 +64,7 @@ class Lookout:
             "rerail.detect.monitor",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            env=self._env,
+            env={**self._env, AGENT: str(os.getpid())},
             limit=MAX_LINE,
         )
         stream = self._process.stdout
@@ -92,7 +96,10 @@ class Lookout:
             },
         )
 
-    def _kill(self) -> None:
+    async def _kill(self) -> None:
+        """Nothing is left behind, not even a zombie; but one that hangs in a driver does not die at once."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), DYING_S)

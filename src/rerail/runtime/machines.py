@@ -6,8 +6,9 @@ them breaks, what was seen on its node shortly before, or comes to light shortly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from rerail.detect.kernel_log import KernelLog
 from rerail.detect.monitor import SOURCE as MACHINE
 from rerail.diagnose.classify import Classifier
 from rerail.diagnose.rootcause import because_of
@@ -20,6 +21,7 @@ WINDOW_S = 120.0
 """Seconds between a fault of the machine and one of a rank in which the first may be the cause of the second."""
 KEPT = 1000
 FOLD_S = 5.0
+PASSING_S = 1800.0
 LOUD = (Severity.ERROR, Severity.CRITICAL, Severity.DEGRADED)
 """What is worth a line on the screen."""
 
@@ -29,6 +31,7 @@ class Machines:
 
     def __init__(self, classifier: Classifier, tell: Callable[[str], None]) -> None:
         self._classifier, self._tell = classifier, tell
+        self._passing: set[tuple[str, str, str]] = set()
         self._told: dict[str, float] = {}
         self._standing: dict[tuple[str, str, str], Event] = {}
 
@@ -61,8 +64,12 @@ class Machines:
             return event
         known = self._standing.pop(key, None)
         self._standing[key] = event
+        if signal.payload.get("detector") == KernelLog.name:
+            self._passing.add(key)
         while len(self._standing) > KEPT:
-            self._standing.pop(next(iter(self._standing)))
+            oldest = next(iter(self._standing))
+            self._passing.discard(oldest)
+            del self._standing[oldest]
         # what concerns the training is told by every rank at once
         again = signal.source != MACHINE and event.at - self._told.get(event.code, 0.0) < FOLD_S
         if known is None and not again and event.severity in LOUD:
@@ -90,6 +97,6 @@ class Machines:
         broken = known is not None and known.hardware and cause.severity is Severity.CRITICAL
         return broken and (effect.role is Role.SYMPTOM or effect.code.startswith(("process.", "rank.", "node.")))
 
-    def standing(self) -> Iterable[Event]:
-        """For `rerail status`."""
-        return self._standing.values()
+    def standing(self, now: float) -> list[Event]:
+        """For `rerail status`. What a log said once nobody takes back: it is history after a while."""
+        return [e for key, e in self._standing.items() if key not in self._passing or now - e.at < PASSING_S]

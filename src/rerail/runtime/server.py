@@ -185,7 +185,7 @@ def status_of(controller: Controller) -> dict[str, Any]:
         "standbys": sum(agent.ready for agent in fleet.connected()),
         "faults": [
             {"code": one.code, "node": one.node, "rank": one.rank, "since": one.first_seen, "message": one.message}
-            for one in controller.machines.standing()
+            for one in controller.machines.standing(time.time())
         ],
         "nodes": [
             {"node": a.node, "connected": a.connected, "standbys": a.ready, "warming": a.warming}
