@@ -219,8 +219,15 @@ def test_endless_input_without_lines_comes_to_an_end() -> None:
 def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     dice = random.Random(7)
     file = tmp_path / "noise"
-    file.write_bytes(dice.randbytes(300_000) + b"\n" + OOM.encode() + b"\n" + dice.randbytes(1000))
+    said = b"step 100, all is well\n" * 5000 + OOM.encode() + b"\n"
+    file.write_bytes(dice.randbytes(300_000) + b"\n" + said + b"\0" * 100_000 + dice.randbytes(1000))
     assert verdict(file)["root"]["code"] == "cuda.oom"
+
+
+def test_a_large_binary_file_is_passed_over_in_no_time(tmp_path: Path) -> None:
+    (tmp_path / "core.log").write_bytes(os.urandom(50_000_000))
+    (tmp_path / "train.log").write_text(OOM)
+    assert verdict(tmp_path)["root"]["code"] == "cuda.oom"
 
 
 def test_broken_characters_colours_and_carriage_returns(tmp_path: Path) -> None:

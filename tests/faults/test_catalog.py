@@ -39,7 +39,9 @@ def test_nothing_is_wrong_with_the_shipped_files() -> None:
 
 
 def test_it_is_as_large_as_promised() -> None:
-    by_hand = [fault for fault in CATALOG.faults if not fault.origin.endswith(("_codes.toml", "_xid.toml", "_sxid.toml"))]
+    by_hand = [
+        fault for fault in CATALOG.faults if not fault.origin.endswith(("_codes.toml", "_xid.toml", "_sxid.toml"))
+    ]
     known = [fault for fault in by_hand if fault.role is not Role.BENIGN]
     assert sum(fault.hardware for fault in known) >= 150 and sum(not fault.hardware for fault in known) >= 120
     assert len({fault.title for fault in known}) == len(known)
@@ -137,7 +139,14 @@ def test_faults_of_ones_own_replace_and_add(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["nothing = 1", "[[fault]]\ncode = 'a'", "[[fault", "[[fault]]\ncolour = 'red'", ENTRY + "family = 'none'", ENTRY + "pattern = '('"],
+    [
+        "nothing = 1",
+        "[[fault]]\ncode = 'a'",
+        "[[fault",
+        "[[fault]]\ncolour = 'red'",
+        ENTRY + "family = 'none'",
+        ENTRY + "pattern = '('",
+    ],
 )
 def test_bad_files_are_named(text: str) -> None:
     with pytest.raises(ConfigError, match=r"bad\.toml"):

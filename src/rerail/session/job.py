@@ -315,7 +315,7 @@ class Job:
         return True
 
     def _commit(self) -> None:
-        """The step is complete: the next version stands."""
+        """The step is complete: the next version stands. What the script does now is its own affair."""
         took = time.monotonic() - self._started
         self._buffers.after_step()
         self._version += 1
@@ -324,6 +324,7 @@ class Job:
         if self._clock is not None:
             self._clock.set_step(self._version)
             self._telemetry.committed(self._version, took, self._snapshots.stalled_s)
+            self._clock.enter(Phase.OUTSIDE)
         if self._announce >= 0 and self._rejoin is not None:
             usual = statistics.median(self._durations) if self._durations else 0.0
             self._rejoin.resumed(self._announce, took, usual)
