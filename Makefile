@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.rerail-setup
 ARGS ?=
 
-.PHONY: help setup check format test test-crash test-s3 demo bench bench-checkpoint clean
+.PHONY: help setup check format test test-crash test-s3 demo bench bench-checkpoint bench-detect clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,10 +14,11 @@ help:
 	@echo "make test    all tests"
 	@echo "make test-crash  saves killed at every system call, power cuts, full disks (minutes; as root on Linux)"
 	@echo "make test-s3 checkpoints in an S3 store: a real client and server, on this machine"
-	@echo "make check   ruff, mypy --strict, import layers, module sizes"
+	@echo "make check   ruff, mypy --strict, import layers, module sizes, fault catalogue"
 	@echo "make format  let ruff fix and format"
 	@echo "make bench   recovery benchmark (ARGS=--quick for a short one)"
 	@echo "make bench-checkpoint  saving and loading beside fio and DCP (minutes, and 10 GB of disk)"
+	@echo "make bench-detect  detection and diagnosis: latency, cost, throughput (four minutes)"
 	@echo "make clean   remove caches and build output; .venv stays"
 
 setup: $(STAMP)
@@ -37,6 +38,7 @@ check: $(STAMP)
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python -m rerail.faults.check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -66,6 +68,9 @@ bench: $(STAMP)
 bench-checkpoint: $(STAMP)
 	@command -v fio >/dev/null || apt-get install --yes --quiet fio
 	$(BIN)/python bench/checkpoint.py $(ARGS)
+
+bench-detect: $(STAMP)
+	$(BIN)/python bench/detect.py $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis bench/results

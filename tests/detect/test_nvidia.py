@@ -283,9 +283,9 @@ def test_xid_events_are_told(say: Callable[[str], None], monkeypatch: pytest.Mon
     watcher = XidWatcher()
     assert isinstance(watcher, Watcher) and watcher.supported() == ""
     events = watcher.watch()
-    assert next(events) == Reading("gpu.xid", "gpu3", 79)
+    assert next(events) == Reading("gpu.xid", "gpu3", 79, momentary=True)
     say("gpus=4 event=2 event_gpu=0 xid=48")
-    assert next(events) == Reading("gpu.xid", "gpu0", 48)
+    assert next(events) == Reading("gpu.xid", "gpu0", 48, momentary=True)
     monkeypatch.setattr(nvidia, "EVENT_WAIT_MS", 1)
     say("gpus=4 wait_error=15 events=3")  # waiting fails, and no device can be registered again
     assert list(events) == []

@@ -61,7 +61,7 @@ def begin(words: list[str], clock: StepClock) -> None:
             subprocess.Popen(["sleep", "300"], start_new_session=new_session)
     if "beating" in words:
         for _ in range(5):
-            clock.step_took(0.05)
+            clock.step_took(0.05, 1, 0.0, 0.05, 0.0, 0.0)
         clock.enter(Phase.COMPUTE if "stuck" in words else Phase.PARKED)
 
         def beat() -> None:

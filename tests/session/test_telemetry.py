@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rerail.runtime.clock import GROUPS, METRICS, Ballot, Metric, StepClock, Took, make_page
+from rerail.runtime.clock import GROUPS, METRICS, Ballot, Metric, StepClock, make_page
 from rerail.session.telemetry import sums
 
 TENSORS = [
@@ -44,7 +44,7 @@ def test_the_clock_keeps_what_was_measured() -> None:
     assert clock.took(-1) == [] and clock.metrics() == {} and clock.ballot() is None
     for version in range(1, 101):
         clock.set_step(version)
-        clock.step_took(0.1, Took(version, 0.01, 0.06, 0.02, 0.01))
+        clock.step_took(0.1, version, 0.01, 0.06, 0.02, 0.01)
     assert [took.version for took in clock.took(90)] == list(range(91, 101)) and len(clock.took(-1)) == 64
     clock.set_metric(METRICS.index("loss"), 2.5)
     assert clock.metrics() == {"loss": Metric(100, 2.5, 0)}

@@ -183,15 +183,13 @@ class StepClock:
     def set_step(self, step: int) -> None:
         _I64.pack_into(self._map, _OFF_STEP, step)
 
-    def step_took(self, seconds: float, took: Took | None = None) -> None:
-        """Add the duration of a completed step, and where it went, to the history."""
+    def step_took(self, seconds: float, version: int, *phases: float) -> None:
+        """Add the duration of a completed step, and where it went (the fields of Took), to the history."""
         if self._steps_seen < 0:
             (self._steps_seen,) = _U64.unpack_from(self._map, _OFF_STEPS_SEEN)
         seen = self._steps_seen
         _U64.pack_into(self._map, _OFF_HISTORY + 8 * (seen % HISTORY), int(seconds * 1e9))
-        if took is not None:
-            row = (took.version, took.data, took.compute, took.communication, took.checkpoint)
-            _TOOK.pack_into(self._map, _OFF_TOOK + _TOOK.size * (seen % HISTORY), *row)
+        _TOOK.pack_into(self._map, _OFF_TOOK + 40 * (seen % HISTORY), version, *phases)
         self._steps_seen = seen + 1
         _U64.pack_into(self._map, _OFF_STEPS_SEEN, seen + 1)
 

@@ -84,7 +84,7 @@ class Fabric:
         self.promises = waiting.Promises()
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
-        self._newest_name = ("", "")
+        self._name = self._group = ""
         self._seen_newest: Any = None
         self._newest_since = 0
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class Fabric:
     def begin(self, work: Any, name: str, group: str) -> None:
         """Count this collective and remember it as the newest, for the beat thread."""
         self.collectives += 1
-        self._newest, self._newest_name = work, (name, group)
+        self._newest, self._name, self._group = work, name, group
         if self._mark is not None:
             self._mark.record()
 
@@ -111,7 +111,7 @@ class Fabric:
     @property
     def newest_name(self) -> str:
         """The newest collective in words."""
-        return " of ".join(self._newest_name)
+        return f"{self._name} of {self._group}"
 
     def pending_since(self) -> int:
         """When the newest collective was first seen under way, if it is still; else 0. Asked at every beat."""

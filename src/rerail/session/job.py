@@ -273,7 +273,7 @@ class Job:
         if not self._has_batch:
             raise StateError("job.step() belongs inside `for batch in job.steps(...)`, once per batch")
         self._started = time.monotonic()
-        self._telemetry.began()
+        self._telemetry.began(self._started)
         self._attempt.begin()
         if self._rejoin is None:
             if self._buffers.learning:

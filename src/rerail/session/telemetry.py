@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rerail.config import settings_of_rank
-from rerail.runtime.clock import GROUPS, METRICS, Ballot, StepClock, Took
+from rerail.runtime.clock import GROUPS, METRICS, Ballot, StepClock
 from rerail.session.fabric import fabric
 from rerail.session.waiting import idle
 
@@ -39,9 +39,9 @@ class Telemetry:
         """The batch took from `began` to `got`; what came after it until now went into a snapshot or checkpoint."""
         self._data, self._saving = got - began, time.monotonic() - got
 
-    def began(self) -> None:
+    def began(self, now: float) -> None:
         """An attempt at a step begins."""
-        self._waited, self._begun = idle.seconds, time.monotonic()
+        self._waited, self._begun = idle.seconds, now
         fabric.exposed_s = 0.0
 
     def metric(self, name: str, value: float) -> None:
@@ -54,18 +54,16 @@ class Telemetry:
         clock = self._clock
         if clock is None:
             return
-        waited = idle.seconds - self._waited + idle.tail(self._begun) + fabric.exposed_s
-        communication = min(waited, max(0.0, took - stalled))
-        clock.step_took(
-            took, Took(version, self._data, took - communication - stalled, communication, self._saving + stalled)
-        )
-        self._hand_in()
+        waited = idle.seconds - self._waited + fabric.exposed_s
+        if idle.promised >= self._begun and idle.kept > idle.promised:
+            # DDP waits inside of torch. It has nothing left to compute when its last collective begins
+            waited += idle.kept - idle.promised
+        waited = min(waited, max(0.0, took - stalled))
+        clock.step_took(took, version, self._data, took - waited - stalled, waited, self._saving + stalled)
+        if self._pending is not None:
+            self._hand_in()
         if self._every and version % self._every == 0:
             self._vote(version)
-
-    def forget(self) -> None:
-        """The state comes from elsewhere now: a checksum under way says nothing any more."""
-        self._pending = None
 
     def _vote(self, version: int) -> None:
         """Add up the bits of every tensor. On a GPU the sum is read at the next step, so nothing waits for it."""

@@ -29,22 +29,14 @@ _WORKER = "(pt_gloo_runloop"
 
 
 class Idle:
-    """How long this rank has waited for others, as far as Python sees it."""
+    """How long this rank has waited for others, as far as Python sees it. Plain fields: they are written in every step."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._promised = self._kept = 0.0
-
-    def promised(self) -> None:
-        self._promised = time.monotonic()
-
-    def kept(self) -> None:
-        self._kept = time.monotonic()
-
-    def tail(self, since: float) -> float:
-        """DDP waits inside of torch. It has nothing left to compute when its last collective begins, so it waits from
-        there to its end."""
-        return max(0.0, self._kept - self._promised) if self._promised >= since else 0.0
+    seconds = 0.0
+    """In collectives that were waited for here."""
+    promised = 0.0
+    """When the newest one began that torch waits for."""
+    kept = 0.0
+    """When the newest of those ended."""
 
 
 idle = Idle()
@@ -150,7 +142,7 @@ class Promises:
         """A future that carries the tensors as they are where `inner` would carry an error."""
         own: Any = torch._C.Future([t.device for t in outputs if t.is_cuda])
         key = id(own)
-        idle.promised()
+        idle.promised = time.monotonic()
         self._open[key] = own, outputs, group
         inner.add_done_callback(partial(self._ended, key))
         return own
@@ -167,7 +159,7 @@ class Promises:
                     own.set_result(outputs)
 
     def _ended(self, key: int, inner: Any) -> None:
-        idle.kept()
+        idle.kept = time.monotonic()
         own, value, group = self._open.pop(key, (None, [], None))
         if own is None or group is None:
             return
