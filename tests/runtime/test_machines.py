@@ -22,7 +22,7 @@ from rerail.flow import Diagnosis, Event, Role, Severity, Signal
 from rerail.runtime import lookout as lookout_module
 from rerail.runtime.incident import Incident
 from rerail.runtime.lookout import Lookout
-from rerail.runtime.machines import KEPT, PASSING_S, WINDOW_S, Machines
+from rerail.runtime.machines import KEPT, NEAR_S, PASSING_S, WINDOW_S, Machines
 
 CLASSIFIER = Classifier(load_catalog())
 XID = {"code": "gpu.xid.79", "subject": "0000:3b:00", "evidence": "NVRM: Xid (PCI:0000:3b:00): 79, fallen off the bus"}
@@ -64,7 +64,7 @@ def machines(told: list[str]) -> Machines:
 # --- causes ---
 
 
-@pytest.mark.parametrize("before_s", [0.0, 1.0, WINDOW_S - 1])
+@pytest.mark.parametrize("before_s", [0.0, 1.0, NEAR_S - 1])
 def test_a_fault_shortly_before_the_end_of_a_rank_is_its_cause(machines: Machines, before_s: float) -> None:
     event = machines.take(machine(DIED_AT - before_s))
     assert machines.causes_of([death()]) == [event]
@@ -72,7 +72,7 @@ def test_a_fault_shortly_before_the_end_of_a_rank_is_its_cause(machines: Machine
     assert found is not None and (before_s == 0.0 or found.code == "gpu.xid.79")
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.1, WINDOW_S - 1])
+@pytest.mark.parametrize("after_s", [0.0, 0.1, NEAR_S - 1])
 def test_a_fault_shortly_after_becomes_the_cause_of_the_open_incident(machines: Machines, after_s: float) -> None:
     end = death()
     open_ = incident(end)
@@ -322,3 +322,23 @@ def test_a_monitor_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
             await until(lambda: pid_of(lookout), "it gave up")
 
     asyncio.run(scene())
+
+
+def test_grave_but_unrelated_faults_are_not_blamed(machines: Machines) -> None:
+    """An exception says itself what it is, and what concerns the training breaks no connection."""
+    machines.take(machine(DIED_AT - 1))
+    raised = Signal(
+        id="sig-r",
+        job="j",
+        at=DIED_AT,
+        source="step.raised",
+        node="n0",
+        rank=0,
+        payload={"exception": "RuntimeError", "message": "mine"},
+    )
+    assert machines.causes_of([CLASSIFIER.classify(raised)]) == []
+    differs = Signal(id="sig-v", job="j", at=DIED_AT, source="training.vote", node="n0", payload={"state": "tie"})
+    book = Machines(CLASSIFIER, lambda text: None)
+    book.take(differs)
+    failed = Signal(id="sig-c", job="j", at=DIED_AT, source="collective.failed", node="n0", rank=1, payload={})
+    assert book.causes_of([CLASSIFIER.classify(failed), death()]) == []

@@ -6,6 +6,7 @@ and backward; `before_update` is where the trainer waits for it. Called by `sess
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import threading
@@ -35,6 +36,7 @@ class Stager:
         self._layout: Layout | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
         self._room: Layout | None = None
+        self._pinned_at = 0
         """The layout that there is memory for."""
         self._making_room = False
         self._slot = -1
@@ -184,8 +186,10 @@ class Stager:
 
     def _make_room(self, layout: Layout) -> None:
         table = sum(len(entry.name) + 96 for entry in layout.entries)
+        _unpin(self._pinned_at)
+        self._pinned_at = 0
         self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size, self._most)
-        _pin(self.arena.slot_image(0)[0])
+        self._pinned_at = _pin(self.arena.slot_image(0)[0])
         self._room = layout
 
     def _views_of(self, slot: int, layout: Layout) -> list[torch.Tensor]:
@@ -202,8 +206,21 @@ def _copy_all(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         torch._foreach_copy_(views, tensors)
 
 
-def _pin(memory: mmap.mmap) -> None:
-    """Let the device write to this memory directly; without it every copy takes a detour."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
+def _pin(memory: mmap.mmap) -> int:
+    """Let the device write to this memory directly; without it every copy takes a detour. Where it lies, or 0."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return 0
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    failed = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(failed):
+        # CUDA keeps the error for whoever looks next, and that one would be blamed
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+        return 0
+    return int(whole.data_ptr())
+
+
+def _unpin(address: int) -> None:
+    """Before the memory is mapped anew: what lies at the same place later could not be pinned."""
+    if address:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

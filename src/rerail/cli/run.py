@@ -22,6 +22,7 @@ from rerail.cli import machine
 from rerail.cli.flags import add_arguments, parse
 from rerail.cli.rundir import claim_run_dir
 from rerail.config import JobSpec, Settings, load_settings
+from rerail.detect.levels import Levels
 from rerail.errors import UsageError
 
 __all__ = ["add_arguments", "parse", "run", "settings_from", "spec_from"]
@@ -57,7 +58,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
     path = Path(args.config) if args.config else Path("rerail.toml")
     if args.config and not path.is_file():
         raise UsageError(f"--config {args.config}: no such file")
-    return load_settings(path if path.is_file() else None, standbys=args.standbys)
+    settings = load_settings(path if path.is_file() else None, standbys=args.standbys)
+    if settings.fault_files or settings.fault_levels:
+        Levels.of(settings).catalog()  # says what is wrong with them before anything is started
+    return settings
 
 
 def spec_from(args: argparse.Namespace) -> JobSpec:

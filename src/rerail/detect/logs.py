@@ -77,7 +77,7 @@ def files_of(paths: list[str]) -> list[Path]:
         path = Path(given)
         if path.is_dir():
             inside = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names)
-            logs = [file for file in inside if file.is_file() and file.suffix.lower() not in _SKIPPED]
+            logs = [file for file in inside if file.suffix.lower() not in _SKIPPED and _is_file(file)]
             if not logs:
                 raise UsageError(f"{given}: no log in this directory")
             found += logs
@@ -88,6 +88,13 @@ def files_of(paths: list[str]) -> list[Path]:
         if len(found) > MAX_FILES:
             raise UsageError(f"more than {MAX_FILES} files in {given}", hint="name the directories of one run")
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # not for us to look at
 
 
 class Reader:

@@ -222,6 +222,7 @@ def main() -> int:
     from rerail.detect.notices import watchers
 
     parent = int(os.environ.get(AGENT) or os.getppid())
+    stream: IO[bytes] = sys.stdout.buffer  # now: a vendor's package may put something else in its place for a while
     os.nice(5)
     out: queue.SimpleQueue[Found] = queue.SimpleQueue()
     levels = Levels.from_environment()
@@ -229,7 +230,6 @@ def main() -> int:
     injected = os.environ.get("RERAIL_INJECT", "") == "1"
     monitor.run([], [KernelLog(injected=injected)])  # before anything of a driver is touched
     monitor.run(all_detectors(_below(parent)), [*all_watchers(), *watchers(settings_of_rank())])
-    stream: IO[bytes] = sys.stdout.buffer
     while os.getppid() == parent and not _unheard(stream):
         try:
             found = out.get(timeout=IDLE_S)

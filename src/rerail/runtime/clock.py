@@ -49,7 +49,7 @@ _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _PHASE_SINCE = struct.Struct("<QQ")
 _TOOK = struct.Struct("<qdddd")
-_METRIC = struct.Struct("<qdq")  # version, value, and the newest version at which it was no finite number
+_METRIC = struct.Struct("<qdq")  # version, value, and the version at which it last ceased to be a finite number
 _BALLOT = struct.Struct(
     f"<Iqqqq{GROUPS}Q"
 )  # checksum, version, then first, count and stride of the replicas, then the sums
@@ -93,7 +93,7 @@ class Metric(msgspec.Struct, frozen=True, array_like=True):
     version: int
     value: float
     unsound: int
-    """The newest version at which it was not a finite number; 0: never."""
+    """The version at which it last ceased to be a finite number; 0: never."""
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True):
@@ -197,7 +197,9 @@ class StepClock:
         """The newest value of a metric, and the step it is of. One that is not finite is remembered: nobody looks at every step."""
         at = _OFF_METRICS + _METRIC.size * index
         (step,) = _I64.unpack_from(self._map, _OFF_STEP)
-        unsound = step if not math.isfinite(value) else _METRIC.unpack_from(self._map, at)[2]
+        _, before, unsound = _METRIC.unpack_from(self._map, at)
+        if not math.isfinite(value) and math.isfinite(before):
+            unsound = step
         _METRIC.pack_into(self._map, at, step, value, unsound)
 
     def write_ballot(self, ballot: Ballot) -> None:

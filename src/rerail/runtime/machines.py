@@ -19,6 +19,10 @@ HEALTH = (MACHINE, "training.")
 """Sources of signals that tell how machines and training are, and that nothing has broken yet."""
 WINDOW_S = 120.0
 """Seconds between a fault of the machine and one of a rank in which the first may be the cause of the second."""
+NEAR_S = 20.0
+"""The same for faults that the catalogue does not know to go together."""
+WORDLESS = ("process.killed", "process.crashed", "process.hung", "node.lost", "rank.not_parked", "collective.failed")
+OF_TRAINING = "training."
 KEPT = 1000
 FOLD_S = 5.0
 PASSING_S = 1800.0
@@ -88,14 +92,14 @@ class Machines:
         ]
 
     def _explains(self, cause: Event, effect: Event) -> bool:
-        if abs(effect.first_seen - cause.last_seen) > WINDOW_S:
+        apart, catalog = abs(effect.first_seen - cause.last_seen), self._classifier.catalog
+        fault, known = catalog.get(effect.code), catalog.get(cause.code)
+        if apart > WINDOW_S or known is None or cause.code.startswith(OF_TRAINING):
             return False
-        fault, catalog = self._classifier.catalog.get(effect.code), self._classifier.catalog
         if fault is not None and fault.is_caused_by(cause.code):
             return True
-        known = catalog.get(cause.code)
-        broken = known is not None and known.hardware and cause.severity is Severity.CRITICAL
-        return broken and (effect.role is Role.SYMPTOM or effect.code.startswith(("process.", "rank.", "node.")))
+        # a device that has just gone is no chance companion of a process that dies without a word; of one that says why, it may be
+        return known.hardware and cause.severity is Severity.CRITICAL and apart < NEAR_S and effect.code in WORDLESS
 
     def standing(self, now: float) -> list[Event]:
         """For `rerail status`. What a log said once nobody takes back: it is history after a while."""

@@ -68,9 +68,9 @@ class TrainingWatch:
 
     def _sickness(self, beat: Beat) -> list[Finding]:
         found = []
-        for rank, metrics in beat.metrics.items():
-            for name, metric in metrics.items():
-                found += self._soundness(rank, name, metric)
+        told = [(m.unsound, rank, name, m) for rank, metrics in beat.metrics.items() for name, m in metrics.items()]
+        for _, rank, name, metric in sorted(told, key=lambda one: one[:3]):  # whoever had it first comes first
+            found += self._soundness(rank, name, metric)
         first = min(beat.took, default=-1)
         if first < 0 or first != min(self._pids, default=-1):
             return found  # one rank speaks for all
@@ -88,7 +88,7 @@ class TrainingWatch:
             self._unsound[rank, name] = metric.unsound
             text = f"{name} at step {metric.unsound} on rank {rank}"
             return [Finding(source=HEALTH, rank=rank, step=metric.unsound, state="nan", text=text)]
-        if told is not None and metric.version - metric.unsound >= SOUND_STEPS:
+        if told is not None and math.isfinite(metric.value) and metric.version - metric.unsound >= SOUND_STEPS:
             del self._unsound[rank, name]
             text = f"{name} is finite again since step {metric.unsound + 1}"
             return [Finding(source=HEALTH, rank=rank, step=metric.version, state="nan", text=text, over=True)]
