@@ -43,7 +43,7 @@ class Ending:
         self._look_s = LOOK_S * max(1.0, world_size / LOOKERS)
         self._store: TCPStore | None = None
         self._bell: socket.socket | None = None
-        self._over = False
+        self._over = self._said = False
         self._listener: threading.Thread | None = None
 
     def watch(self, epoch: int) -> None:
@@ -89,8 +89,9 @@ class Ending:
         """Between two steps: whether this is the version to be saved, and the end."""
         if self._told and self._at < 0:
             self._at = self._agreed(version)
-            if self._rank == 0:
-                print(f"rerail: told to end: step {self._at} will be saved first", file=sys.stderr, flush=True)
+        if self._at >= 0 and self._rank == 0 and not self._said:
+            self._said = True
+            print(f"rerail: told to end: step {self._at} will be saved first", file=sys.stderr, flush=True)
         if not 0 <= self._at <= version:
             return False
         self.unwatch()
