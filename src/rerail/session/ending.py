@@ -75,7 +75,7 @@ class Ending:
         if self._listener is None or self._bell is None:
             return
         self._over = True
-        with contextlib.suppress(BlockingIOError):  # it rings already
+        with contextlib.suppress(OSError):  # it rings already, or nobody listens any more
             self._bell.send(b"\0")
         self._listener.join()
         self._listener = None
@@ -129,6 +129,8 @@ class Ending:
                 try:
                     if store.check([self._key]):
                         self._at = int(store.get(self._key))
+                except ValueError:
+                    continue  # somebody is just writing it
                 except RuntimeError:
                     store = None  # the job is over
         bell.close()
