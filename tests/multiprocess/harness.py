@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rerail.runtime.journal import FILE_NAME, Journal
+
 SCRIPT = Path(__file__).with_name("train.py")
 PATIENCE_S = 150.0
 
@@ -94,16 +96,36 @@ class Run:
     def status(self) -> dict[str, Any]:
         return self.ask("status")
 
-    def ask(self, *command: str) -> Any:
-        """The JSON answer of a read command about this job."""
-        told = subprocess.run(
-            [sys.executable, "-m", "rerail.cli.main", *command, "--json"],
+    def command(self, *words: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        """One command about this job."""
+        return subprocess.run(
+            [sys.executable, "-m", "rerail.cli.main", *words],
             env={**os.environ, "RERAIL_HOME": str(self.folder)},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=timeout,
         )
+
+    def ask(self, *command: str) -> Any:
+        """The JSON answer of a read command about this job."""
+        told = self.command(*command, "--json")
         return json.loads(told.stdout) if told.stdout.strip() else {}
+
+    def inject(self, *words: str) -> dict[str, Any]:
+        """What `rerail inject` says it did; it must have done it."""
+        told = self.command("inject", *words, "--json", timeout=120)
+        assert told.returncode == 0, self.told(f"{words} to be done, not {told.stdout} {told.stderr}")
+        answer: dict[str, Any] = json.loads(told.stdout)
+        return answer
+
+    def records(self, kind: str) -> list[Any]:
+        """Records of one kind in the job's journal."""
+        (path,) = self.folder.glob(f"*/{FILE_NAME}")
+        journal = Journal(path, read_only=True)
+        try:
+            return list(journal.records(kind=kind))
+        finally:
+            journal.close()
 
     def reports(self) -> list[dict[str, Any]]:
         answer = self.ask("incidents")

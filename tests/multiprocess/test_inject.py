@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 from harness import Run, Start
 
 from rerail.flow import Signal
-from rerail.runtime.journal import FILE_NAME, Journal
 
 pytestmark = pytest.mark.timeout(400)
 ALLOWED = {"RERAIL_ALLOW_INJECT": "1", "RERAIL_VOTE_EVERY": "0"}
@@ -35,38 +32,14 @@ def begin(start: Start) -> Begin:
     return job
 
 
-def inject(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rerail.cli.main", "inject", *words],
-        env={**os.environ, "RERAIL_HOME": str(run.folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def done(run: Run, *words: str) -> dict[str, Any]:
-    told = inject(run, *words, "--json")
-    assert told.returncode == 0, run.told(f"{words} to be done, not {told.stdout} {told.stderr}")
-    answer: dict[str, Any] = json.loads(told.stdout)
-    return answer
-
-
 def recorded(run: Run) -> list[Signal]:
     """Signals of injected faults in the journal."""
-    (path,) = run.folder.glob(f"*/{FILE_NAME}")
-    journal = Journal(path, read_only=True)
-    try:
-        return [
-            one for one in journal.records(kind="signal") if isinstance(one, Signal) and one.source.startswith("inject")
-        ]
-    finally:
-        journal.close()
+    return [one for one in run.records("signal") if one.source.startswith("inject")]
 
 
 def test_a_rank_is_killed_repaired_and_the_journal_tells_that_it_was_on_purpose(begin: Begin) -> None:
     run = begin(60)
-    told = inject(run, "kill", "--rank", "1", "--seed", "4")
+    told = run.command("inject", "kill", "--rank", "1", "--seed", "4", timeout=120)
     assert told.returncode == 0 and "kill on rank 1 at step" in told.stdout, told
     assert f"sent SIGKILL to rank 1 (pid {run.pids[1][0]})" in told.stdout
     run.finish()
@@ -81,7 +54,7 @@ def test_a_rank_is_killed_repaired_and_the_journal_tells_that_it_was_on_purpose(
 
 def test_an_exception_is_raised_in_a_step_and_the_step_repaired_in_place(begin: Begin) -> None:
     run = begin(60)
-    answer = done(run, "exception", "--rank", "0", "--line", "the object store went away")
+    answer = run.inject("exception", "--rank", "0", "--line", "the object store went away")
     run.finish()
     assert [len(pids) for pids in run.pids.values()] == [1, 1], run.pids
     assert run.digests[0] == run.digests[1]
@@ -93,7 +66,7 @@ def test_an_exception_is_raised_in_a_step_and_the_step_repaired_in_place(begin: 
 
 def test_a_gradient_becomes_nan_and_the_loss_follows(begin: Begin) -> None:
     run = begin(50)
-    answer = done(run, "nan", "--rank", "1", "--seed", "2")
+    answer = run.inject("nan", "--rank", "1", "--seed", "2")
     run.finish()
     assert not run.reports()
     bad = [step for rank, step in run.losses if rank == 1 and math.isnan(run.losses[rank, step])]
@@ -105,8 +78,8 @@ def test_a_gradient_becomes_nan_and_the_loss_follows(begin: Begin) -> None:
 
 def test_a_flipped_bit_stays_on_its_rank_and_the_same_seed_flips_the_same(begin: Begin) -> None:
     run = begin(60)
-    first, second = done(run, "bitflip", "--seed", "5"), done(run, "bitflip", "--seed", "5")
-    other = done(run, "bitflip", "--seed", "6")
+    first, second = run.inject("bitflip", "--seed", "5"), run.inject("bitflip", "--seed", "5")
+    other = run.inject("bitflip", "--seed", "6")
     run.finish()
     assert not run.reports()
     assert first["rank"] == second["rank"], "the seed picks the rank"
@@ -129,7 +102,7 @@ def test_a_slow_rank_slows_the_job_by_its_factor_and_for_its_time(begin: Begin) 
 
     seconds(20)
     usual = seconds(20)
-    answer = done(run, "slow", "--rank", "1", "--factor", "5", "--for", "8")
+    answer = run.inject("slow", "--rank", "1", "--factor", "5", "--for", "8")
     slowed = seconds(20)
     assert slowed > 2.5 * usual, (usual, slowed, answer)
     run.until(lambda: len(recorded(run)) > 1, "word that it is over")
@@ -140,9 +113,9 @@ def test_a_slow_rank_slows_the_job_by_its_factor_and_for_its_time(begin: Begin) 
 
 def test_a_rank_that_sleeps_for_a_while_or_ends_by_itself(begin: Begin) -> None:
     run = begin(400, sleep=0.02)
-    done(run, "hang", "--rank", "0", "--for", "1")
+    run.inject("hang", "--rank", "0", "--for", "1")
     run.until(lambda: len(recorded(run)) > 1, "word that it is over")
-    done(run, "exit", "--rank", "1")
+    run.inject("exit", "--rank", "1")
     run.until(run.reports, "the end of the incident")
     (report,) = run.reports()
     assert (report["code"], report["ranks"], report["rung"]) == ("process.exited", [1], "replace_rank"), report
@@ -153,7 +126,7 @@ def test_a_rank_whose_connections_are_cut_is_connected_again(begin: Begin) -> No
     if os.geteuid() != 0:
         pytest.skip("needs root")
     run = begin(80)
-    assert "TCP connections" in done(run, "network-cut", "--rank", "1")["message"]
+    assert "TCP connections" in run.inject("network-cut", "--rank", "1")["message"]
     run.finish()
     assert [len(pids) for pids in run.pids.values()] == [1, 1], run.pids
     assert run.digests[0] == run.digests[1]
@@ -180,10 +153,10 @@ def small_memory() -> Iterator[Path]:
 
 def test_a_rank_runs_out_of_memory_only_below_a_small_limit(begin: Begin, small_memory: Path) -> None:
     run = begin(100_000, sleep=0.02)
-    refused = inject(run, "oom", "--rank", "1")
+    refused = run.command("inject", "oom", "--rank", "1", timeout=120)
     assert refused.returncode == 1 and "memory limit below --max-size (1024 MiB)" in refused.stderr, refused
     (small_memory / "cgroup.procs").write_text(str(run.pids[1][0]))
-    done(run, "oom", "--rank", "1", "--max-size", "0.5GiB")
+    run.inject("oom", "--rank", "1", "--max-size", "0.5GiB")
     run.until(run.reports, "the end of the incident")
     (report,) = run.reports()
     assert (report["rung"], report["ranks"]) == ("replace_rank", [1]), report
@@ -193,10 +166,10 @@ def test_a_rank_runs_out_of_memory_only_below_a_small_limit(begin: Begin, small_
 def test_without_permission_nothing_is_done(start: Start) -> None:
     run = start("ddp", "40", "--sleep", "0.05", ranks=2, env={"RERAIL_INJECT": "1", "RERAIL_ALLOW_INJECT": "0"})
     run.reach(6)
-    told = inject(run, "kill", "--rank", "1")
+    told = run.command("inject", "kill", "--rank", "1", timeout=120)
     assert told.returncode == 1 and not told.stdout
     assert "refused" in told.stderr and "rerail run --allow-inject" in told.stderr, told
-    assert "--allow-inject" in json.loads(inject(run, "nan", "--json").stdout)["refused"]
+    assert "--allow-inject" in json.loads(run.command("inject", "nan", "--json", timeout=120).stdout)["refused"]
     run.finish()
     assert not run.reports() and not recorded(run)
 
@@ -204,7 +177,7 @@ def test_without_permission_nothing_is_done(start: Start) -> None:
 def test_machine_faults_go_through_the_job_too(begin: Begin, tmp_path: Path) -> None:
     stub = tmp_path / "stub"
     run = begin(100_000, sleep=0.02, RERAIL_STUB_NVML=str(stub))
-    assert "GPU 1 is lost" in done(run, "device-lost", "--rank", "1", "--for", "1")["message"]
+    assert "GPU 1 is lost" in run.inject("device-lost", "--rank", "1", "--for", "1")["message"]
     run.until(lambda: len(recorded(run)) == 2, "word that the GPU is back")
     assert stub.read_text() == ""
     for words, says in (
@@ -213,7 +186,7 @@ def test_machine_faults_go_through_the_job_too(begin: Begin, tmp_path: Path) -> 
         (["corrupt-checkpoint", "--dir", str(tmp_path)], "no step is committed"),
         (["kill", "--rank", "2"], "this job has ranks 0 to 1"),
     ):
-        told = inject(run, *words)
+        told = run.command("inject", *words, timeout=120)
         assert told.returncode == 1 and says in told.stderr, told
     sources = [one.source for one in recorded(run)]
     assert sources == ["inject", "inject.over", *["inject.refused"] * 3], "an order that is given is written down"

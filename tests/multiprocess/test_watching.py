@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import Run, Start
 
 from rerail.flow import Event
-from rerail.runtime.journal import FILE_NAME, Journal
 
 pytestmark = pytest.mark.timeout(300)
 KMSG = Path("/dev/kmsg")
 
 
-def inject(run: Run, *words: str) -> dict[str, Any]:
-    told = subprocess.run(
-        [sys.executable, "-m", "rerail.cli.main", "inject", *words, "--json"],
-        env={**os.environ, "RERAIL_HOME": str(run.folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert told.returncode == 0, run.told(f"{words} to be done, not {told.stdout} {told.stderr}")
-    answer: dict[str, Any] = json.loads(told.stdout)
-    return answer
-
-
 def events(run: Run, code: str) -> list[Event]:
-    (path,) = run.folder.glob(f"*/{FILE_NAME}")
-    journal = Journal(path, read_only=True)
-    try:
-        return [one for one in journal.records(kind="event") if isinstance(one, Event) and one.code == code]
-    finally:
-        journal.close()
+    return [event for event in run.records("event") if event.code == code]
 
 
 def awaited(run: Run, code: str, seconds: float = 60.0) -> Event:
@@ -58,7 +35,7 @@ def test_a_flipped_bit_is_found_at_the_next_vote_and_its_rank_named(start: Start
     run = start("ddp", "100000", "--sleep", "0.15", ranks=3, env=env)
     run.reach(12)
     assert events(run, "training.replica_differs") == [], "healthy replicas agree"
-    told = inject(run, "bitflip", "--rank", "1", "--seed", "3")
+    told = run.inject("bitflip", "--rank", "1", "--seed", "3")
     found = awaited(run, "training.replica_differs")
     assert found.rank == 1, found
     (flipped,) = re.findall(r"step (\d+)", str(told["message"]))
@@ -69,7 +46,7 @@ def test_a_flipped_bit_is_found_at_the_next_vote_and_its_rank_named(start: Start
 def test_a_slow_rank_is_named(start: Start) -> None:
     run = start("ddp", "100000", "--sleep", "0.1", ranks=4, env={"RERAIL_ALLOW_INJECT": "1"})
     run.reach(30)
-    inject(run, "slow", "--rank", "2", "--factor", "1.8", "--for", "200")
+    run.inject("slow", "--rank", "2", "--factor", "1.8", "--for", "200")
     assert awaited(run, "training.straggler_compute", 120.0).rank == 2
 
 
@@ -80,12 +57,12 @@ def test_what_the_kernel_says_of_a_killed_rank_is_its_root_cause(start: Start) -
     said = "NVRM: Xid (PCI:0000:3b:00): 31, pid=1, name=x, Ch 00000008, intr 00000000"
     until = time.monotonic() + 60.0
     while not events(run, "gpu.xid.31") and time.monotonic() < until:
-        inject(run, "kernel-log", "--line", said)  # until the monitor is there and hears it
+        run.inject("kernel-log", "--line", said)  # until the monitor is there and hears it
         time.sleep(1.0)
     victim = run.pids[1][0]
     line = f"Out of memory: Killed process {victim} (python) total-vm:53312244kB, anon-rss:31451456kB, file-rss:74816kB"
-    inject(run, "kernel-log", "--line", line)
-    inject(run, "kill", "--rank", "1")
+    run.inject("kernel-log", "--line", line)
+    run.inject("kill", "--rank", "1")
     until = time.monotonic() + 60.0
     while not run.reports() and time.monotonic() < until:
         time.sleep(0.2)

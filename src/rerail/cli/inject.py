@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from rerail.cli.rundir import to_controller
 from rerail.config import bytes_of
 from rerail.errors import UsageError
 from rerail.report.summary import find_run
@@ -99,13 +100,7 @@ def wanted_from(args: argparse.Namespace) -> Wanted:
 def ask(folder: Path, wanted: Wanted) -> dict[str, Any]:
     """The answer of the job's controller: what was done, or why it was not."""
     try:
-        where = json.loads((folder / "controller.json").read_text())
-        host = f"[{where['host']}]" if ":" in where["host"] else where["host"]
-        request = urllib.request.Request(
-            f"http://{host}:{where['port']}/inject",
-            data=msgspec.json.encode(wanted),
-            headers={"Authorization": f"Bearer {where.get('token', '')}", "Content-Type": "application/json"},
-        )
+        request = to_controller(folder, "/inject", msgspec.json.encode(wanted))
     except (OSError, ValueError, KeyError, TypeError):
         raise _not_running(folder) from None
     try:

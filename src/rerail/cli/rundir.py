@@ -1,6 +1,6 @@
 """Turns the wish for a run directory into one that belongs to this job alone.
 
-Called by `cli.run`; `report.summary` says where they live, and finds them again.
+Called by `cli.run`; `report.summary` says where they live, and finds them again. Whoever talks to the job of one begins here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+import urllib.request
 from pathlib import Path
 
 from rerail.errors import UsageError
@@ -61,3 +62,13 @@ def _claim(path: Path, job: str) -> bool:
     with os.fdopen(descriptor, "w") as file:
         json.dump({"job": job, "pid": os.getpid(), "started": time.time()}, file)
     return True
+
+
+def to_controller(folder: Path, path: str, body: bytes | None = None) -> urllib.request.Request:
+    """A request to the controller of this run; OSError, ValueError, KeyError or TypeError if it has left no address."""
+    where = json.loads((folder / "controller.json").read_text())
+    host = f"[{where['host']}]" if ":" in where["host"] else where["host"]
+    headers = {"Authorization": f"Bearer {where.get('token', '')}"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    return urllib.request.Request(f"http://{host}:{where['port']}{path}", data=body, headers=headers)

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from rerail.cli.rundir import to_controller
 from rerail.detect.process import signal_name
 from rerail.report.summary import find_run, reading, reports
 
@@ -34,12 +35,7 @@ def run(args: argparse.Namespace) -> int:
 def ask(folder: Path) -> dict[str, Any] | None:
     """The live controller's answer, or None when there is none."""
     try:
-        where = json.loads((folder / "controller.json").read_text())
-        host = f"[{where['host']}]" if ":" in where["host"] else where["host"]
-        request = urllib.request.Request(
-            f"http://{host}:{where['port']}/status", headers={"Authorization": f"Bearer {where.get('token', '')}"}
-        )
-        with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+        with urllib.request.urlopen(to_controller(folder, "/status"), timeout=ASK_S) as answer:
             found: dict[str, Any] = json.load(answer)
         return {**found, "live": True}
     except (OSError, ValueError, KeyError, urllib.error.URLError):

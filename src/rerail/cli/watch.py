@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from rerail.cli.rundir import to_controller
 from rerail.errors import JournalError, RerailError
 from rerail.flow import Report
 from rerail.runtime.journal import FILE_NAME, Journal
@@ -162,11 +163,7 @@ class RerailJob(WatchedJob):
     def status(self) -> dict[str, Any]:
         """What the live controller says, or nothing while there is none."""
         try:
-            where = self.controller()
-            request = urllib.request.Request(
-                f"http://{where['host']}:{where['port']}/status", headers={"Authorization": f"Bearer {self._token}"}
-            )
-            with urllib.request.urlopen(request, timeout=2.0) as answer:
+            with urllib.request.urlopen(to_controller(self.run_dir, "/status"), timeout=2.0) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except (OSError, ValueError, urllib.error.URLError):

@@ -21,7 +21,7 @@ import msgspec
 
 import rerail.detect
 from rerail.detect.detector import Detector, Reading, Watcher
-from rerail.detect.kernel_log import KMSG, RECORD, parse_record
+from rerail.detect.kernel_log import KMSG, next_record, parse_record
 
 VENDORS = ("nvidia", "amd", "ascend")
 KNOW_PROCESSES = ("nvidia", "amd")
@@ -79,8 +79,6 @@ def all_watchers() -> list[Watcher]:
             make = getattr(module, "watchers", None)
             if make is not None:
                 found += make()
-            elif hasattr(module, "XidWatcher"):
-                found.append(module.XidWatcher())
         except Exception:  # as above; its detectors say why
             continue
     return found
@@ -112,19 +110,12 @@ def _records(path: Path) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        while True:
-            try:
-                record = os.read(descriptor, RECORD)
-            except BlockingIOError:
-                return found
-            except BrokenPipeError:
-                continue  # overwritten while we read; the next read gives the oldest that is left
-            if not record:
-                return found
+        while record := next_record(descriptor):
             line = parse_record(record, injected=os.environ.get("RERAIL_INJECT", "") == "1")
             if line is not None:
                 said_at = int(record.split(b",", 3)[2]) / 1e6
                 found.append((max(0.0, now - said_at), line.text))
+        return found
     finally:
         os.close(descriptor)
 

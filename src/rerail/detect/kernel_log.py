@@ -60,13 +60,10 @@ class KernelLog:
             poll.register(descriptor, select.POLLIN)
             last = -1
             while True:
-                try:
-                    record = os.read(descriptor, RECORD)
-                except BlockingIOError:
+                record = next_record(descriptor)
+                if record is None:
                     poll.poll()
                     continue
-                except BrokenPipeError:
-                    continue  # overwritten; the next read gives the oldest that is left, and its number shows the gap
                 if not record:
                     return
                 line = parse_record(record, injected=self._injected)
@@ -93,6 +90,17 @@ class KernelLog:
                     yield Line("kernel", raw.decode("utf-8", "replace").rstrip("\n"))
             finally:
                 journal.kill()
+
+
+def next_record(descriptor: int) -> bytes | None:
+    """One record of an open /dev/kmsg; None if there is none at the moment, nothing at its end."""
+    while True:
+        try:
+            return os.read(descriptor, RECORD)
+        except BlockingIOError:
+            return None
+        except BrokenPipeError:
+            continue  # overwritten; the next read gives the oldest that is left, and its number shows the gap
 
 
 def parse_record(record: bytes, *, injected: bool = False) -> Line | None:

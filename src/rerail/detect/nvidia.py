@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rerail.detect.accelerators import Absent, Accelerator, AcceleratorDetector, Lost, Sample, Unreachable
-from rerail.detect.detector import Reading
+from rerail.detect.detector import Reading, Watcher
 from rerail.detect.nvml import TELLING, Gpu, connect, disconnect, text
 
 RETIRED_PAGES_LIMIT = 60
@@ -365,3 +365,8 @@ def detector(
 ) -> AcceleratorDetector:
     """The detector of NVIDIA GPUs."""
     return AcceleratorDetector(Nvidia(ours), expected=expected, every_s=every_s)
+
+
+def watchers() -> list[Watcher]:
+    """What waits for events of NVIDIA GPUs."""
+    return [XidWatcher()]

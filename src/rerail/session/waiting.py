@@ -68,13 +68,21 @@ class Stuck:
         return self._quiet >= QUIET_LOOKS
 
 
-def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
-    """Wait for a collective that gloo's own threads carry out. RuntimeError when it broke or is stuck."""
+_Wait = Callable[[Any, timedelta | None, Callable[[], Stuck]], None]
+
+
+def _counted(wait: _Wait, work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
+    """Wait, and count the time as waited for others."""
     began = time.monotonic()
     try:
-        _wait(work, timeout, judge)
+        wait(work, timeout, judge)
     finally:
         idle.seconds += time.monotonic() - began
+
+
+def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
+    """Wait for a collective that gloo's own threads carry out. RuntimeError when it broke or is stuck."""
+    _counted(_wait, work, timeout, judge)
 
 
 def _wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
@@ -97,11 +105,7 @@ def _wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> N
 
 def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
     """Wait for a send or a receive: it can only be waited for as a whole, so another thread does, and may be left."""
-    began = time.monotonic()
-    try:
-        _wait_aside(work, timeout, judge)
-    finally:
-        idle.seconds += time.monotonic() - began
+    _counted(_wait_aside, work, timeout, judge)
 
 
 def _wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:

@@ -1,28 +1,12 @@
 /* A libdcmi.so whose NPUs do what the test says: DCMI_STUB="npus=8 lost3=1 hbm_double0=2" (key=number, per NPU with its number at
  * the end). What is not said is a healthy 910B3. Signatures as in dcmi_interface_api.h. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#define STUB "DCMI_STUB"
+#include "said.h"
 #include <unistd.h>
 
 enum { OK = 0, NOT_EXIST = -8008, NOT_SUPPORT = -8255 };
 
-static long said(const char *key, long otherwise) {
-    const char *at = getenv("DCMI_STUB");
-    size_t length = strlen(key);
-    while (at && *at) {
-        while (*at == ' ') at++;
-        if (!strncmp(at, key, length) && at[length] == '=') return strtol(at + length + 1, NULL, 0);
-        at = strchr(at, ' ');
-    }
-    return otherwise;
-}
-
-static long of(int card, const char *key, long otherwise) {
-    char whole[64];
-    snprintf(whole, sizeof whole, "%s%d", key, card);
-    return said(whole, said(key, otherwise));
-}
+static long of(int card, const char *key, long otherwise) { return said_of(card, key, otherwise); }
 
 #define ALIVE do { if (of(card, "lost", 0)) return NOT_EXIST; (void)device; } while (0)
 #define GIVE(where, key, otherwise) do { long v_ = of(card, key, otherwise); if (v_ == -1) return NOT_SUPPORT; *(where) = v_; } while (0)

@@ -1,8 +1,7 @@
 /* A libnvidia-ml.so.1 whose GPUs do what the test says: NVML_STUB="gpus=8 lost3=1 ecc_unc0=2" (key=number, per GPU with its
  * number at the end). What is not said is a healthy H200. Loaded under the real nvidia-ml-py. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#define STUB "NVML_STUB"
+#include "said.h"
 
 typedef int ret;
 typedef void *dev;
@@ -10,22 +9,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 enum { OK, UNINITIALIZED, INVALID, NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, LOST = 15, VERSION = 25 };
 
-static long said(const char *key, long otherwise) {
-    const char *at = getenv("NVML_STUB");
-    size_t length = strlen(key);
-    while (at && *at) {
-        while (*at == ' ') at++;
-        if (!strncmp(at, key, length) && at[length] == '=') return strtol(at + length + 1, NULL, 0);
-        at = strchr(at, ' ');
-    }
-    return otherwise;
-}
-
-static long of(dev d, const char *key, long otherwise) {
-    char whole[64];
-    snprintf(whole, sizeof whole, "%s%ld", key, (long)d - 1);
-    return said(whole, said(key, otherwise));
-}
+static long of(dev d, const char *key, long otherwise) { return said_of((long)d - 1, key, otherwise); }
 
 static ret state(dev d) { return of(d, "lost", 0) ? LOST : (ret)of(d, "error", OK); }
 #define ALIVE(d) do { ret r_ = state(d); if (r_) return r_; } while (0)
