@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--fault", default="")
     parser.add_argument("--guard-every", type=int, default=0)
+    parser.add_argument("--drift-from", type=int, default=-1, help="from this step on rank 1 goes its own way")
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = rerail.join()
@@ -168,6 +169,8 @@ def main() -> None:
             loss = backward(batch)
             maybe_fault(args.fault, job.rank, job.version, "after")
             time.sleep(args.sleep)
+            if job.rank == 1 and 0 <= args.drift_from <= job.version:
+                optimizer.param_groups[0]["params"][0].grad += 0.01
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

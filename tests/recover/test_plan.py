@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rerail.recover.plan import Choice, Infeasible, choose_sources
-from rerail.runtime.wire import Parked, Source
+from rerail.runtime.plans import Source
+from rerail.runtime.wire import Parked
 
 
 def parked(rank: int, version: int = 10, **changes: Any) -> Parked:

@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosedError
 
 from rerail.config import JobSpec
 from rerail.runtime import frames, wire
+from rerail.runtime.plans import Plan, Source
 
 _M = TypeVar("_M", bound=wire.Message)
 
@@ -93,9 +94,9 @@ def assignment(rank: int, world: int, generation: int, *, newcomer: bool = False
     return wire.Assign(generation=generation, rank=rank, world_size=world, newcomer=newcomer, env=env)
 
 
-def plan(world: int, generation: int) -> wire.Plan:
-    sources = {rank: wire.Source(kind="initial") for rank in range(world)}
-    return wire.Plan(
+def plan(world: int, generation: int) -> Plan:
+    sources = {rank: Source(kind="initial") for rank in range(world)}
+    return Plan(
         generation=generation,
         world_size=world,
         store_host="127.0.0.1",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from rerail.runtime.clock import GROUPS, Ballot, Metric, Took
+from rerail.runtime.clock import Metric, Took
 from rerail.runtime.training import Finding, TrainingWatch
-from rerail.runtime.wire import Beat
+from rerail.runtime.wire import Beat, Voted
+
+GROUPS = 8
 
 PIDS = {0: 100, 1: 101, 2: 102}
 
@@ -17,12 +19,11 @@ def steps(watch: TrainingWatch, first: int, count: int, slow: dict[int, float] |
     return found
 
 
-def vote(watch: TrainingWatch, version: int, bad: int = -1, ranks: tuple[int, ...] = (0, 1, 2)) -> list[Finding]:
-    found = []
-    for rank in ranks:
-        sums = tuple(version + group + (group == 3 and rank == bad) for group in range(GROUPS))
-        found += watch.take(Beat(versions={}, pids=PIDS, ballots={rank: Ballot(version, sums, ranks)}))
-    return found
+def vote(
+    watch: TrainingWatch, version: int, bad: int = -1, ranks: tuple[int, ...] = (0, 1, 2), back: int = -1
+) -> list[Finding]:
+    sums = {rank: tuple(version + group + (group == 3 and rank == bad) for group in range(GROUPS)) for rank in ranks}
+    return watch.voted(Voted(generation=0, version=version, sums=sums, back=back))
 
 
 def test_a_slow_rank_is_named_and_its_recovery_told() -> None:
@@ -59,15 +60,25 @@ def test_a_number_that_is_not_finite_is_told_once_even_if_only_one_step_had_it()
 
 
 def test_the_replica_that_differs_is_named() -> None:
+    (found,) = vote(TrainingWatch(), 200, bad=1)
+    assert (found.rank, found.step, found.state) == (1, 200, "differs") and "1 of 8 parts" in found.text
+    assert "back" not in found.payload, "nothing is to be done about it"
+
+
+def test_of_two_replicas_nobody_is_named_until_they_have_computed_it_again() -> None:
     watch = TrainingWatch()
-    assert vote(watch, 100) == []
-    (found,) = vote(watch, 200, bad=1)
-    assert (found.rank, found.step, found.state) == (1, 200, "differs") and "parts 3 of 8" in found.text
+    (found,) = vote(watch, 100, bad=1, ranks=(0, 1), back=80)
+    assert (found.rank, found.state, found.payload["back"]) == (-1, "tie", 80) and "ranks 0, 1" in found.text
+    (found,) = vote(watch, 100, ranks=(0, 1))
+    assert (found.rank, found.state) == (1, "replayed") and "what rank 0 had" in found.text
+    assert vote(watch, 100, ranks=(0, 1)) == [], "told once"
 
 
-def test_of_two_replicas_nobody_is_named() -> None:
-    (found,) = vote(TrainingWatch(), 100, bad=1, ranks=(0, 1))
-    assert (found.rank, found.state) == (-1, "tie") and "0, 1" in found.text
+def test_replicas_that_differ_again_are_told_so() -> None:
+    watch = TrainingWatch()
+    vote(watch, 100, bad=1, ranks=(0, 1), back=80)
+    (found,) = vote(watch, 100, bad=1, ranks=(0, 1))
+    assert (found.rank, found.state) == (-1, "again")
 
 
 def test_an_empty_beat_says_nothing() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rerail.runtime.clock import GROUPS, METRICS, Ballot, Metric, StepClock, make_page
-from rerail.session.telemetry import sums
+from rerail.runtime.clock import METRICS, Metric, StepClock, make_page
+from rerail.session.votes import GROUPS, sums
 
 TENSORS = [
     torch.randn(37, 11),
@@ -41,7 +41,7 @@ def test_the_same_state_has_the_same_sums_wherever_it_lies() -> None:
 def test_the_clock_keeps_what_was_measured() -> None:
     clock = StepClock(make_page())
     clock.reset(0)
-    assert clock.took(-1) == [] and clock.metrics() == {} and clock.ballot() is None
+    assert clock.took(-1) == [] and clock.metrics() == {}
     for version in range(1, 101):
         clock.set_step(version)
         clock.step_took(0.1, version, 0.01, 0.06, 0.02, 0.01)
@@ -52,8 +52,5 @@ def test_the_clock_keeps_what_was_measured() -> None:
     clock.set_step(101)
     clock.set_metric(METRICS.index("loss"), 2.4)
     assert clock.metrics() == {"loss": Metric(101, 2.4, 100)}
-    ballot = Ballot(100, tuple(range(GROUPS)), (1, 3, 5, 7))
-    clock.write_ballot(ballot)
-    assert clock.ballot() == ballot
     clock.reset(1)
-    assert clock.ballot() is None and clock.took(-1) == []
+    assert clock.took(-1) == []

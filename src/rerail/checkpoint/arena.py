@@ -173,6 +173,12 @@ class Arena:
                 return slot
         return None
 
+    def drop_behind(self, version: int) -> None:
+        """Break the seals of all later versions: they are not to be trusted."""
+        for seal in self.seals():
+            if seal.version > version:
+                _SEAL.pack_into(self._memory(), _seal_at(seal.slot), _NO_VERSION, 0, 0, 0)
+
     def slot_image(self, slot: int) -> tuple[mmap.mmap, int]:
         """The memory, and where in it the image of a slot being filled starts."""
         return self._memory(), self._base(slot) + self._meta_bytes

@@ -59,6 +59,7 @@ def _stands_still(_: Diagnosis, now: Situation) -> bool:
     return now.budget.stuck >= now.no_progress_limit or now.budget.standing >= BAD_LUCK * now.no_progress_limit
 
 
+REPLICAS = ("training.replicas_tie", "training.replica_differs")
 UNBROKEN = ("collective-alone", "takeover")
 """Diagnoses in which no rank has a fault of its own."""
 
@@ -81,6 +82,12 @@ RULES = (
         _stands_still,
         "the job has failed again and again without completing a new step",
         EXIT_DO_NOT_REQUEUE,
+    ),
+    Rule(
+        "replicas-differ",
+        Rung.RETRY_STEP,
+        lambda d, now: d.code in REPLICAS and not d.lost,
+        "all go back to where the replicas agreed and compute the same again: whoever was wrong shows",
     ),
     Rule(
         "raised-once",

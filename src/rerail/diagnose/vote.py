@@ -1,8 +1,8 @@
-"""Finds the replica whose state has gone astray: turns checksums that replicas hand in into Ballots. Pure.
+"""Finds the replica whose state has gone astray: compares the checksums of ranks that must hold the same. Pure.
 
-Called by `runtime.training` for every checksum a rank reports. Ranks that hold the same state vote with one checksum
-per group of tensors. When all of them have voted, or all that are still there, the majority of each group is right. Two
-that differ are a tie, as are any without a majority: then one of them is wrong, and nobody can say which.
+Called by `session.votes` (do all agree?) and `runtime.training` (who is wrong?). The majority of each group of tensors is
+right. Two that differ are a tie, as are any without a majority. Then all compute the same steps again from a version on which
+they agreed: whoever had come to another result the first time was wrong.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import zip_longest
 
 import msgspec
 
-VERSIONS = 16
-"""Versions of one set of replicas that are kept; the one begun first goes first."""
-SETS = 4096
-"""Sets of replicas that are kept; the one that voted longest ago goes first."""
+CLEARLY = 16.0
+"""Whoever was four times as far from the right result as any other was wrong. Squares."""
+Votes = Mapping[int, tuple[int, ...]]
+"""By rank: one checksum for each group of tensors."""
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,79 +31,41 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     tie: bool = False
 
 
-class _Election(msgspec.Struct):
-    votes: dict[int, tuple[int, ...]] = {}
-    counted: bool = False
-    """Since the last vote."""
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of computing the same steps again."""
+
+    suspects: tuple[int, ...] = ()
+    """Whoever had come to another result the first time; empty if nobody can be named."""
+    again: bool = False
+    """They differ once more: it was no passing fault."""
 
 
-class VoteBox:
-    """The votes of all sets of replicas."""
-
-    def __init__(self) -> None:
-        self._sets: dict[tuple[int, ...], dict[int, _Election]] = {}
-        self._gone: set[int] = set()
-
-    def take(self, rank: int, version: int, sums: tuple[int, ...], replicas: tuple[int, ...]) -> Ballot | None:
-        """One vote; the Ballot if it was the last to come. A replaced rank votes again, and makes another Ballot.
-
-        When a rank that was there all along votes again with another result, the version was made again: its votes are
-        collected anew (better say so beforehand: `rewind`). The vote of a rank that is none of the replicas is void.
-        """
-        if rank not in replicas:
-            return None
-        self._gone.discard(rank)
-        replicas = tuple(sorted(set(replicas)))
-        elections = self._sets[replicas] = self._sets.pop(replicas, {})
-        if len(self._sets) > SETS:
-            del self._sets[next(iter(self._sets))]
-        election = elections.setdefault(version, _Election())
-        if len(elections) > VERSIONS:
-            del elections[next(iter(elections))]
-        before = election.votes.get(rank)
-        if before == sums:
-            return None
-        if before is not None:
-            election.votes.clear()
-        election.votes[rank] = sums
-        election.counted = False
-        return self._close(replicas, version, election)
-
-    def forget(self, rank: int) -> list[Ballot]:
-        """The rank is gone and its votes with it; the Ballots that only waited for it."""
-        self._gone.add(rank)
-        ballots = []
-        for replicas, elections in self._sets.items():
-            for version, election in elections.items() if rank in replicas else ():
-                if election.votes.pop(rank, None) is None:  # else it was not the one they waited for
-                    ballots.append(self._close(replicas, version, election))
-        return [ballot for ballot in ballots if ballot is not None]
-
-    def rewind(self, version: int) -> None:
-        """The job goes back to this version: votes on later ones are void."""
-        for elections in self._sets.values():
-            for later in [one for one in elections if one > version]:
-                del elections[later]
-
-    def _close(self, replicas: tuple[int, ...], version: int, election: _Election) -> Ballot | None:
-        """Nothing while votes are missing, or where a single one has nothing to be compared with."""
-        missing = set(replicas) - election.votes.keys() - self._gone
-        if missing or election.counted or len(election.votes) < 2:
-            return None
-        election.counted = True
-        return _count(version, election.votes)
-
-
-def _count(version: int, votes: Mapping[int, tuple[int, ...]]) -> Ballot:
+def count(version: int, votes: Votes) -> Ballot:
     """Group by group, for two ranks may each be wrong in another one. A vote with fewer groups differs in the rest."""
     ranks = tuple(sorted(votes))
     suspects: set[int] = set()
     groups, tie = [], False
     for group, sums in enumerate(zip_longest(*(votes[rank] for rank in ranks))):
-        ((right, count), *others) = Counter(sums).most_common()
+        ((right, most), *others) = Counter(sums).most_common()
         if others:
             groups.append(group)
-            tie = tie or 2 * count <= len(ranks)
+            tie = tie or 2 * most <= len(ranks)
             suspects |= {rank for rank, one in zip(ranks, sums, strict=True) if one != right}
     named = ranks if tie else tuple(sorted(suspects))
     return Ballot(version=version, voters=ranks, suspects=named, groups=tuple(groups), tie=tie)
+
+
+def compare(first: Votes, second: Votes, far: Mapping[int, float] | None = None) -> Replay:
+    """Name whoever was wrong the first time, now that all have computed it twice.
+
+    `far`: how far each was from the result where they differed, in squares. A wrong one spoils the results of all a little.
+    """
+    if len(set(second.values())) > 1:
+        return Replay(again=True)
+    (right,) = set(second.values()) or {()}
+    wrong = tuple(sorted(rank for rank, sums in first.items() if sums != right))
+    if len(wrong) < len(first):
+        return Replay(suspects=wrong)
+    *others, (last, furthest) = sorted((far or {}).items(), key=lambda one: one[1]) or [(-1, 0.0)]
+    clear = bool(others) and furthest > CLEARLY * others[-1][1]
+    return Replay(suspects=(last,) if clear else ())

@@ -20,6 +20,7 @@ from rerail.flow import Action, Decision, OutcomeKind, Rung, new_id
 from rerail.recover.assign import assignment, depots, environment
 from rerail.recover.plan import Infeasible, choose_sources
 from rerail.runtime.fleet import Agent, Fleet, Rank, RankState
+from rerail.runtime.plans import Plan, Source
 from rerail.runtime.wire import (
     DismissAll,
     FormAll,
@@ -27,11 +28,9 @@ from rerail.runtime.wire import (
     InterruptAll,
     Parked,
     PickPort,
-    Plan,
     PortPicked,
     Promote,
     RankStatus,
-    Source,
     Start,
 )
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rerail.runtime.wire import Parked, Source
+from rerail.runtime.plans import Source
+from rerail.runtime.wire import Parked
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from rerail.recover.execute import Marks
 from rerail.report.timeline import Timeline, lost_steps, measure, phases
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
-from rerail.runtime.wire import Source
+from rerail.runtime.plans import Source
 
 
 def timeline(incident: Incident, marks: Marks, fleet: Fleet, now: float) -> Timeline:

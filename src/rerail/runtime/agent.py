@@ -296,9 +296,7 @@ class Agent:
             versions = {slot.rank: slot.version for slot in self.slots if slot.child is not None}
             pids = {slot.rank: slot.child.pid for slot in self.slots if slot.child is not None}
             told = self.gauges.read(self.slots)
-            self.uplink.send(
-                wire.Beat(versions=versions, pids=pids, took=told.took, metrics=told.metrics, ballots=told.ballots)
-            )
+            self.uplink.send(wire.Beat(versions=versions, pids=pids, took=told.took, metrics=told.metrics))
             self._end_orphans()
 
     def _children(self) -> list[Child]:

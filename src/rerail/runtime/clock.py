@@ -38,11 +38,8 @@ _OFF_NAME, _NAME = 80, 48
 _OFF_HISTORY = 128
 _OFF_METRICS = 128 + 8 * HISTORY
 _OFF_TOOK = 1024
-_OFF_BALLOT = _OFF_TOOK + 40 * HISTORY
 METRICS = ("loss", "grad_norm")
 """Names of metrics that say something about the health of training."""
-GROUPS = 8
-"""Checksums in one ballot: each covers an eighth of the tensors."""
 _HEARD_AT = HEADER + 2 * SLOT
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -50,9 +47,6 @@ _I64 = struct.Struct("<q")
 _PHASE_SINCE = struct.Struct("<QQ")
 _TOOK = struct.Struct("<qdddd")
 _METRIC = struct.Struct("<qdq")  # version, value, and the version at which it last ceased to be a finite number
-_BALLOT = struct.Struct(
-    f"<Iqqqq{GROUPS}Q"
-)  # checksum, version, then first, count and stride of the replicas, then the sums
 _SLOT_HEAD = struct.Struct("<qQQII")  # version, lengths of body and rest, checksum of all of it, that of the rest alone
 
 
@@ -94,15 +88,6 @@ class Metric(msgspec.Struct, frozen=True, array_like=True):
     value: float
     unsound: int
     """The version at which it last ceased to be a finite number; 0: never."""
-
-
-class Ballot(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's vote on what its state is."""
-
-    version: int
-    sums: tuple[int, ...]
-    replicas: tuple[int, ...]
-    """Ranks that must have the same sums."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,13 +187,6 @@ class StepClock:
             unsound = step
         _METRIC.pack_into(self._map, at, step, value, unsound)
 
-    def write_ballot(self, ballot: Ballot) -> None:
-        """Vote; the newest ballot replaces the one before. Replicas are evenly spaced ranks, as in every mesh."""
-        first, count = ballot.replicas[0], len(ballot.replicas)
-        stride = ballot.replicas[1] - first if count > 1 else 1
-        body = struct.pack(f"<qqqq{GROUPS}Q", ballot.version, first, count, stride, *ballot.sums)
-        self._map[_OFF_BALLOT : _OFF_BALLOT + _BALLOT.size] = _U32.pack(zlib.crc32(body)) + body
-
     def write_small(self, version: int, body: bytes, rest: bytes = b"") -> None:
         """Seal the small state of `version`. Two slots alternate, so a crash in between leaves the older one whole.
 
@@ -296,15 +274,6 @@ class StepClock:
         """Newest metrics by name, those that were ever told."""
         rows = {name: _METRIC.unpack_from(self._map, _OFF_METRICS + _METRIC.size * i) for i, name in enumerate(METRICS)}
         return {name: Metric(*row) for name, row in rows.items() if any(row)}
-
-    def ballot(self) -> Ballot | None:
-        """The newest vote; None if there is none, or it is just being written."""
-        body = bytes(self._map[_OFF_BALLOT + _U32.size : _OFF_BALLOT + _BALLOT.size])
-        (crc,) = _U32.unpack_from(self._map, _OFF_BALLOT)
-        version, first, count, stride, *totals = struct.unpack(f"<qqqq{GROUPS}Q", body)
-        if not count or zlib.crc32(body) != crc:
-            return None
-        return Ballot(version, tuple(totals), tuple(range(first, first + count * stride, stride)))
 
     def read(self) -> Reading:
         """One consistent-enough look: each field is written whole, the fields not all at one instant."""

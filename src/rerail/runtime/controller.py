@@ -37,6 +37,7 @@ from rerail.runtime.machines import HEALTH, Machines
 from rerail.runtime.processes import say
 from rerail.runtime.situation import seen_in
 from rerail.runtime.takeover import Takeover, alive_mark
+from rerail.runtime.training import ACT
 from rerail.runtime.wire import AgentHello, LeaveJob, PortPicked, Rejected, Shutdown, ToController, Welcome
 
 SETTLED_S = 30.0
@@ -140,7 +141,7 @@ class Controller:
                 self._records.append((0, sighting.signal))  # written down, and no fault
                 self.injections.heard(sighting.signal)
                 continue
-            if sighting.signal.source.startswith(HEALTH):
+            if sighting.signal.source.startswith(HEALTH) and ACT not in sighting.signal.payload:
                 self._records += self.machines.heard(sighting.signal, self.incident)
                 continue
             event = self.classifier.classify(sighting.signal)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rerail.runtime.clock import Ballot, Metric, Took
+from rerail.runtime.clock import Metric, Took
 from rerail.runtime.slots import Slot
 
 PER_BEAT = 16
@@ -18,7 +18,6 @@ class Told(NamedTuple):
 
     took: dict[int, list[Took]]
     metrics: dict[int, dict[str, Metric]]
-    ballots: dict[int, Ballot]
 
 
 class Gauges:
@@ -26,11 +25,10 @@ class Gauges:
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[int, int]] = {}
-        self._voted: dict[int, tuple[int, int]] = {}
 
     def read(self, slots: Sequence[Slot]) -> Told:
         """One look at all ranks of the node."""
-        return Told(self._took(slots), self._metrics(slots), self._ballots(slots))
+        return Told(self._took(slots), self._metrics(slots))
 
     def _took(self, slots: Sequence[Slot]) -> dict[int, list[Took]]:
         """New steps of every rank."""
@@ -51,16 +49,3 @@ class Gauges:
         """Newest metrics of every rank that has any."""
         found = {slot.rank: slot.clock.metrics() for slot in slots if slot.child is not None}
         return {rank: metrics for rank, metrics in found.items() if metrics}
-
-    def _ballots(self, slots: Sequence[Slot]) -> dict[int, Ballot]:
-        """Votes that have not been told."""
-        found: dict[int, Ballot] = {}
-        for slot in slots:
-            ballot = slot.clock.ballot() if slot.child is not None else None
-            if ballot is None or slot.child is None:
-                continue
-            key = slot.child.pid, ballot.version
-            if self._voted.get(slot.local_rank) != key:
-                self._voted[slot.local_rank] = key
-                found[slot.rank] = ballot
-        return found

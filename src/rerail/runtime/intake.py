@@ -31,6 +31,7 @@ from rerail.runtime.wire import (
     Resumed,
     Standbys,
     ToController,
+    Voted,
 )
 
 _ENDS_RANK = ("process.exit", "step.hang", "park.timeout", "build.timeout")
@@ -199,6 +200,9 @@ class Intake:
             case Noted():
                 note = self.signal(message.source, rank.node, number, wall, step=message.version, message=message.text)
                 return [Sighting(note)]
+            case Voted() if message.generation == self._fleet.generation:
+                agent = self._fleet.agent_of(number)
+                return [self._noticed(finding, agent, wall) for finding in self._training.voted(message)]
             case CommFailed() if message.generation >= rank.assigned:
                 signal = self.signal("collective.failed", rank.node, number, wall, step=message.version)
                 payload: dict[str, str | int | float | bool] = {"message": message.text}

@@ -1,6 +1,6 @@
-"""Holds what ranks tell of their steps against each other: turns beats into signals of stragglers, sick training and bad replicas.
+"""Holds what ranks tell of their steps against each other: turns it into signals of stragglers, sick training and bad replicas.
 
-Called by `runtime.intake` for every beat of an agent. The judgements are pure and stand in `diagnose`.
+Called by `runtime.intake` for every beat of an agent, and for votes that are not unanimous. The judgements are pure and stand in `diagnose`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import msgspec
 
 from rerail.diagnose.health import HealthWatch
 from rerail.diagnose.straggler import Phases, Straggler, StragglerWatch
-from rerail.diagnose.vote import Ballot, VoteBox
-from rerail.runtime.clock import GROUPS, Metric, Took
-from rerail.runtime.wire import Beat
+from rerail.diagnose.vote import Ballot, Votes, compare, count
+from rerail.runtime.clock import Metric, Took
+from rerail.runtime.wire import Beat, Voted
 
 Payload = dict[str, str | int | float | bool]
 
@@ -28,10 +28,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the things that this source tells."""
     text: str
     over: bool = False
+    back: int = -1
+    """A version that all ranks wait to be sent back to."""
 
     @property
     def payload(self) -> Payload:
-        return {"state": self.state, "message": self.text, "subject": f"rank {self.rank}", "over": self.over}
+        told: Payload = {"state": self.state, "message": self.text, "subject": f"rank {self.rank}", "over": self.over}
+        return told if self.back < 0 else {**told, ACT: self.back}
 
 
 class TrainingWatch:
@@ -40,7 +43,8 @@ class TrainingWatch:
     def __init__(self) -> None:
         self._stragglers = StragglerWatch()
         self._health = HealthWatch()
-        self._votes = VoteBox()
+        self._disputes: dict[tuple[int, ...], tuple[int, int, Votes]] = {}
+        """By the ranks that differed: the version, where they went back to, and their votes."""
         self._pids: dict[int, int] = {}
         self._seen = -1
         """The newest step whose health was looked at: steps that are repeated count once."""
@@ -54,17 +58,23 @@ class TrainingWatch:
             if self._pids.setdefault(rank, pid) != pid:
                 self._pids[rank] = pid
                 found += [_slow(one) for one in self._stragglers.forget(rank)]
-                found += [one for vote in self._votes.forget(rank) for one in _differing(vote)]
         for rank, steps in beat.took.items():
             for took in steps:
                 phases = Phases(took.data, took.compute, took.communication, took.checkpoint)
                 found += [_slow(one) for one in self._stragglers.take(rank, took.version, phases)]
-        found += self._sickness(beat)
-        for rank, ballot in beat.ballots.items():
-            result = self._votes.take(rank, ballot.version, ballot.sums, ballot.replicas)
-            if result is not None:
-                found += _differing(result)
-        return found
+        return found + self._sickness(beat)
+
+    def voted(self, vote: Voted) -> list[Finding]:
+        """Replicas differ, or have computed again what they differed in."""
+        ballot = count(vote.version, vote.sums)
+        version, back, first = self._disputes.get(ballot.voters, (-1, -1, {}))
+        if vote.back >= 0:
+            self._disputes[ballot.voters] = vote.version, vote.back, vote.sums
+            return _differing(ballot, vote.sums, vote.back)
+        if version == vote.version:
+            del self._disputes[ballot.voters]
+            return _replayed(ballot, back, first, vote)
+        return _differing(ballot, vote.sums)
 
     def _sickness(self, beat: Beat) -> list[Finding]:
         found = []
@@ -115,6 +125,8 @@ class TrainingWatch:
 SOUND_STEPS = 10
 """Steps in a row that must be finite before it counts as over."""
 HEALTH, STRAGGLER, VOTE = "training.health", "training.straggler", "training.vote"
+ACT = "back"
+"""In the payload of a signal that asks for a repair; others only tell."""
 
 
 def _slow(one: Straggler) -> Finding:
@@ -122,11 +134,36 @@ def _slow(one: Straggler) -> Finding:
     return Finding(source=STRAGGLER, rank=one.rank, step=one.step, state=one.phase, text=text, over=one.over)
 
 
-def _differing(vote: Ballot) -> list[Finding]:
+def _differing(vote: Ballot, sums: Votes, back: int = -1) -> list[Finding]:
     """Nothing where all agree."""
-    parts = f"parts {', '.join(map(str, vote.groups))} of {GROUPS}"
+    parts = f"in {len(vote.groups)} of {len(next(iter(sums.values())))} parts of the state"
+    then = f"; all go back to step {back} and compute it again" if back >= 0 else ""
     if vote.tie:
-        text = f"ranks {', '.join(map(str, vote.suspects))} at step {vote.version} ({parts})"
-        return [Finding(source=VOTE, rank=-1, step=vote.version, state="tie", text=text)]
-    text = f"at step {vote.version}, against {len(vote.voters) - len(vote.suspects)} ({parts})"
-    return [Finding(source=VOTE, rank=rank, step=vote.version, state="differs", text=text) for rank in vote.suspects]
+        text = f"{_ranks(vote.suspects)} at step {vote.version}, {parts}{then}"
+        return [Finding(source=VOTE, rank=-1, step=vote.version, state="tie", text=text, back=back)]
+    agree = len(vote.voters) - len(vote.suspects)
+    text = f"at step {vote.version}, {parts}; {agree} of {len(vote.voters)} agree{then}"
+    return [
+        Finding(source=VOTE, rank=rank, step=vote.version, state="differs", text=text, back=back)
+        for rank in vote.suspects
+    ]
+
+
+def _replayed(vote: Ballot, back: int, first: Votes, second: Voted) -> list[Finding]:
+    """Who was wrong, now that the same steps were computed twice."""
+    result, step = compare(first, second.sums, second.far), vote.version
+    if result.again:
+        text = f"{_ranks(vote.voters)} at step {step}, also when computed again from step {back}"
+        return [Finding(source=VOTE, rank=-1, step=step, state="again", text=text)]
+    if not result.suspects:
+        text = f"{_ranks(vote.voters)} at step {step}, computed again from step {back}"
+        return [Finding(source=VOTE, rank=-1, step=step, state="unnamed", text=text)]
+    others = tuple(rank for rank in vote.voters if rank not in result.suspects)
+    text = (
+        f"at step {step}; computed again from step {back} by all, it is what {_ranks(others)} had, or far nearer to it"
+    )
+    return [Finding(source=VOTE, rank=rank, step=step, state="replayed", text=text) for rank in result.suspects]
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -19,38 +19,12 @@ from __future__ import annotations
 import msgspec
 
 from rerail.flow import Signal
-from rerail.runtime.clock import Ballot, Metric, Took
+from rerail.runtime.clock import Metric, Took
+from rerail.runtime.plans import Plan
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages; the class name is the tag."""
-
-
-# --- controller's plan of a generation -------------------------------------------------------------------------
-
-
-class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank's state at the plan's version comes from."""
-
-    kind: str
-    """`own` (it holds it), `replica` (from living rank `rank`), `snapshot` (its arena), `initial` (as constructed)."""
-    rank: int = -1
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Generation `generation`: who takes part, where its store lives, which version all resume from."""
-
-    generation: int
-    world_size: int
-    store_host: str
-    store_port: int
-    store_rank: int
-    """The rank whose process serves the store; chosen among survivors, so that no node is special."""
-    version: int
-    """Completed updates to resume from; 0 in a new job."""
-    depots: str = ""
-    """Where every node keeps checkpoints for the others (`config.DEPOTS`): a node that is back may have moved."""
-    sources: dict[int, Source]
 
 
 # --- agent -> rank ---------------------------------------------------------------------------------------------
@@ -218,6 +192,19 @@ class Noted(Message, frozen=True, kw_only=True):
     text: str
 
 
+class Voted(Message, frozen=True, kw_only=True):
+    """Ranks that must hold the same do not, or have computed again what they differed in. From the first of them."""
+
+    generation: int
+    version: int
+    sums: dict[int, tuple[int, ...]]
+    """By rank: checksums of its state."""
+    back: int
+    """A version on which they agreed; all ranks wait to be sent back to it. -1: there is none, they train on."""
+    far: dict[int, float] = {}
+    """By rank, after that: how far it was the first time from what all hold now, where they had differed. Squares."""
+
+
 class Injected(Message, frozen=True, kw_only=True):
     """What became of an Inject that was passed on to this rank."""
 
@@ -231,7 +218,7 @@ class Dismiss(Message, frozen=True, kw_only=True):
     """All ranks have finished: leave the loop. Until then a finished rank stays to help repair the others."""
 
 
-FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted | Injected
+FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted | Voted | Injected
 ToRank = Assign | Interrupt | Form | Dismiss | Stop | Inject
 
 
@@ -317,8 +304,6 @@ class Beat(Message, frozen=True, kw_only=True):
     took: dict[int, list[Took]] = {}
     """By rank: where the time of some of the newest steps went. All ranks tell of the same steps."""
     metrics: dict[int, dict[str, Metric]] = {}
-    ballots: dict[int, Ballot] = {}
-    """By rank: a checksum of its state that has not been told before."""
 
 
 class LeaveJob(Message, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ from rerail.session.small import Small, to_journal
 from rerail.session.snapshotting import Snapshotter
 from rerail.session.telemetry import Telemetry
 from rerail.session.tracked import Tracked
+from rerail.session.votes import Votes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +93,8 @@ class Job:
         self._checkpoints = Checkpoints(self)
         self._snapshots = Snapshotter(self, link)
         self._attempt.before_update = self._snapshots.before_update
-        self._telemetry = Telemetry(self._clock, self._tracked, self.rank, self.world_size)
+        self._telemetry = Telemetry(self._clock)
+        self._votes = Votes(self, link)
         self._injected = self._attempt.injected = injections_of(self, link)
 
     @property
@@ -283,6 +285,7 @@ class Job:
         self._enter(Phase.RUN_OUT if fabric.interrupted else Phase.COMPUTE)
         fabric.shield(True)
         self._buffers.before_step()
+        self._votes.agree()
         self._snapshots.agree()
         self._checkpoints.agree()
         if self._injected is not None:

@@ -18,7 +18,8 @@ from typing import TypeVar
 from rerail.errors import JobStopped
 from rerail.runtime.clock import StepClock
 from rerail.runtime.frames import decode_to_rank, frame, recv_frame
-from rerail.runtime.wire import Assign, Form, Formed, Inject, Interrupt, Message, Plan, Stop, ToRank
+from rerail.runtime.plans import Plan
+from rerail.runtime.wire import Assign, Form, Formed, Inject, Interrupt, Message, Stop, ToRank
 
 FD_VARIABLE = "RERAIL_LINK_FD"
 

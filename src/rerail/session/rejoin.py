@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rerail.errors import JobStopped, StateError
 from rerail.runtime.clock import Phase
-from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Noted, Parked, Plan, Raised, Resumed
+from rerail.runtime.plans import Plan
+from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Noted, Parked, Raised, Resumed
 from rerail.session import restore
 from rerail.session.c10d import Store
 from rerail.session.fabric import fabric, hearing
@@ -140,6 +141,10 @@ class Rejoiner:
     def void(self, untouched: bool) -> None:
         """An attempt came to nothing. `untouched`: the state is still that of its start."""
         self._intact = self._intact and untouched and self._job._buffers.restore()
+
+    def distrust(self) -> None:
+        """The state in memory may be wrong: it is not to be gone on from, nor given to others."""
+        self._intact = False
 
     def repair(self, *, in_guard: bool = False) -> None:
         """Park and take part in new generations until one stands."""

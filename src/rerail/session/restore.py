@@ -14,7 +14,7 @@ from rerail.checkpoint.catalog import Saved
 from rerail.checkpoint.dtypes import code_of, view_of
 from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
-from rerail.runtime.wire import Plan, Source
+from rerail.runtime.plans import Plan, Source
 from rerail.session import rng, transfer
 from rerail.session.fabric import fabric, hearing
 from rerail.session.pieces import Pieces

@@ -171,8 +171,14 @@ class Snapshotter:
             self._stager.before_update()
             self.stalled_s = time.monotonic() - waited
             self._took_s += self.stalled_s
-            self._costs.append(self._took_s + self._stager.cpu_s)
+            self._costs.append(self._took_s + self._stager.cpu_s + self._job._votes.took_s)
             self._job._checkpoints.stall_s = self._took_s
+
+    def drop_behind(self, version: int) -> None:
+        """Nothing later than this is to be gone back to."""
+        self.settle()
+        if self.arena is not None:
+            self.arena.drop_behind(version)
 
     def settle(self) -> None:
         """Nothing is being copied any more: the state may be replaced."""

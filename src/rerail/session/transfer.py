@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rerail.runtime.wire import Plan
+from rerail.runtime.plans import Plan
 from rerail.session import plain
 from rerail.session.tracked import Entry, table_of
 

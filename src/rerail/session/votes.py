@@ -1,0 +1,174 @@
+"""Compares the state of replicas while they train, and stops them where it differs: silent data corruption.
+
+Every `vote_every` steps, and whenever a snapshot or a checkpoint is taken, each rank adds up the bits of its parameters and
+optimizer state, and all see each other's sums. Snapshots on which the replicas agreed are what a job can safely go back to.
+When they differ, the controller has all ranks go back to one and compute the same steps again. Called by `session.job`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rerail.config import settings_of_rank
+from rerail.errors import JobStopped
+from rerail.runtime.clock import Phase
+from rerail.runtime.wire import Voted
+from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.traces import Traces
+
+if TYPE_CHECKING:
+    from rerail.session.job import Job
+    from rerail.session.link import AgentLink
+
+GROUPS = 8
+"""Checksums in one vote: each covers an eighth of the tensors."""
+WORD = 8
+"""Bytes that are added up at a time. Narrower words are ten times as slow."""
+REMIND_S = 5.0
+"""The controller may have been lost together with what it was told."""
+LOOK_S = 0.01
+_SET, _BACK, _DISPUTED, _TOLERANT, _TRACES, _HEAD = range(6)
+"""Columns before the sums: first rank of the set; version to go back to, or -1; version last disputed, or -1; whether to go back is
+in vain; tensors kept of what was disputed."""
+
+
+class Votes:
+    """The votes of one rank."""
+
+    def __init__(self, job: Job, link: AgentLink | None) -> None:
+        self._job, self._link = job, link
+        self._every = settings_of_rank().vote_every if link is not None and job.world_size > 1 else 0
+        self._replicas: tuple[int, ...] | None = None
+        self.took_s = 0.0
+        """What the newest vote took."""
+        self._agreed = -1
+        """The newest version on which all replicas agreed."""
+        self._disputed = -1
+        self._traces = Traces()
+        self._tolerant = False
+        """They differ whenever they are asked: to go back does not help."""
+
+    def due(self) -> bool:
+        """By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former."""
+        small, version = self._job._small, self._job._version
+        if not self._every or small is None or self._job.rehearsing or fabric.interrupted:
+            return False
+        return version % self._every == 0 or version % max(1, small.snapshot_every) == 0 or version == small.saves[1]
+
+    def agree(self) -> None:
+        """At the beginning of a step: are the replicas alike? If not, wait to be sent back."""
+        self.took_s = 0.0
+        if not self.due():
+            return
+        began = time.monotonic()
+        table = self._exchange()
+        if table is None:
+            return
+        version, sets = self._job._version, _sets(table)
+        differ = {first: sums for first, sums in sets.items() if len(set(sums.values())) > 1}
+        before = max(row[_DISPUTED] for row in table)
+        back = min(row[_BACK] for row in table)
+        if version <= before or any(row[_TOLERANT] for row in table):
+            self._tolerant, back = self._tolerant or bool(differ), -1
+        told = differ or (sets if version == before else {})
+        peers = sorted(sets.get(table[self._job.rank][_SET], {}))
+        far = {}
+        if differ and back >= 0:
+            tensors = self._job._tracked.trained_tensors() if peers else []
+            self._traces.keep(tensors, each_sum(tensors).cpu(), self._job.rank, self._job.world_size, peers)
+        elif told is sets and peers and len({table[peer][_TRACES] for peer in peers}) == 1:
+            far = self._traces.distances(self._job._tracked.trained_tensors(), self._job.rank, peers)
+        word = None
+        if self._job.rank in told:
+            word = Voted(
+                generation=fabric.generation,
+                version=version,
+                sums=told[self._job.rank],
+                back=back if differ else -1,
+                far=far,
+            )
+        self.took_s = time.monotonic() - began
+        if not differ:
+            self._agreed = version
+        if differ and back >= 0:
+            self._disputed = version
+            self._wait_to_go_back(word)
+        elif word is not None and self._link is not None:
+            self._link.send(word)
+
+    def _exchange(self) -> list[list[int]] | None:
+        """What every rank says; None if a fault got in between."""
+        job = self._job
+        if self._replicas is None:
+            self._replicas = job._tracked.replicas(job.rank, job.world_size)
+        mine = [self._replicas[0], self._safe(), self._disputed, int(self._tolerant), self._traces.count]
+        votes = torch.zeros(GROUPS, dtype=torch.int64)
+        if len(self._replicas) > 1:
+            votes = sums(job._tracked.trained_tensors()).cpu()
+        table = torch.zeros(job.world_size, _HEAD + GROUPS, dtype=torch.int64)
+        table[job.rank] = torch.cat([torch.tensor(mine, dtype=torch.int64), votes])
+        with hearing.paused():
+            dist.all_reduce(table)
+        found: list[list[int]] = table.tolist()
+        return found if fabric.mode is Mode.LIVE else None
+
+    def _safe(self) -> int:
+        """The newest version to which this rank can go back and on which the replicas agreed."""
+        kept = self._job._snapshots.small_versions()
+        return max((version for version in kept if version <= self._agreed), default=-1)
+
+    def _wait_to_go_back(self, word: Voted | None) -> None:
+        """What this rank holds is not to be trusted, nor what it has kept of it since."""
+        job, link = self._job, self._link
+        if job._rejoin is None or link is None:
+            return
+        job._rejoin.distrust()
+        job._snapshots.drop_behind(self._agreed)
+        job._enter(Phase.PARKED)
+        while not fabric.interrupted:
+            if word is not None:
+                link.send(word)
+            until = time.monotonic() + REMIND_S
+            while not fabric.interrupted and time.monotonic() < until:
+                if link.stop is not None:
+                    raise JobStopped(link.stop.reason)
+                time.sleep(LOOK_S)
+        job._enter(Phase.RUN_OUT)
+
+
+def _sets(table: list[list[int]]) -> dict[int, dict[int, tuple[int, ...]]]:
+    """The votes of every set of replicas, by the first rank of the set."""
+    found: dict[int, dict[int, tuple[int, ...]]] = {}
+    for rank, row in enumerate(table):
+        found.setdefault(row[_SET], {})[rank] = tuple(row[_HEAD:])
+    return {first: votes for first, votes in found.items() if len(votes) > 1}
+
+
+def sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """GROUPS sums over the bits of all tensors, in order. One flipped bit anywhere changes its group's sum for certain."""
+    each = each_sum(tensors)
+    group = torch.arange(len(tensors), device=each.device) * GROUPS // max(1, len(tensors))
+    return torch.zeros(GROUPS, dtype=torch.int64, device=each.device).index_add_(0, group, each)
+
+
+def each_sum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One sum for each tensor."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    device = tensors[0].device
+    with torch.no_grad():
+        return torch.stack([_sum(tensor).to(device) for tensor in tensors])
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums wrap around, and one flipped bit still changes them by a power of two."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    whole = flat.numel() // WORD * WORD
+    head = flat[:whole].view(torch.int64).sum()
+    return head + flat[whole:].sum(dtype=torch.int64) if whole < flat.numel() else head
