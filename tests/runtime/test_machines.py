@@ -203,6 +203,9 @@ def test_where_nobody_knows_the_process_time_alone_counts(told: list[str]) -> No
     machines = Machines(CLASSIFIER, told.append)  # the rank's is not known
     machines.take(out_of_memory(DIED_AT - 1, OTHER_PID))
     assert root_of(machines, death()) == "memory.oom_global"
+    open_ = incident(death())
+    machines.heard(out_of_memory(DIED_AT + 1, RANK_PID), open_)
+    assert open_.diagnosis is not None and open_.diagnosis.code == "memory.oom_global", "several records are one cause"
     machines = Machines(CLASSIFIER, told.append, lambda rank: RANK_PID)  # in a container, the victim's is not
     machines.take(machine(DIED_AT - 1, code="memory.oom_global", detector="kernel_log", evidence="x"))
     assert root_of(machines, death()) == "memory.oom_global"

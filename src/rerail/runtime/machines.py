@@ -114,7 +114,8 @@ class Machines:
             if event.code == KILLED and event.rank >= 0 and event.id not in self._pids:
                 self._pids[event.id] = self._pid_of(event.rank)
                 _forget_oldest(self._pids)
-        known = {one.id: one for one in (*self._standing.values(), *(event for _, event in self._victims.values()))}
+        own = [record for _, record in self._victims.values() if self._surely(record, events)]
+        known = {one.id: one for one in (*self._standing.values(), *own)}
         nodes = {event.node for event in events}
         found = [
             one
