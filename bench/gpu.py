@@ -73,7 +73,7 @@ class Watched:
             capture_output=True,
             text=True,
         )
-        return list(json.loads(told.stdout or "[]"))
+        return list(json.loads(told.stdout)["incidents"]) if told.stdout else []
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -71,6 +71,7 @@ def torchrun_kill(folder: Path, victim: int, shape: list[str], *, share_store: b
     """The same under torchrun: until the first completed step of any new process."""
     env = {} if share_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    launcher += ["--log-dir", str(folder / "torchrun")]  # else it leaves a folder in /tmp
     script = [str(HERE / "workload_torchrun.py"), "--folder", str(folder), "--steps", str(ENDLESS), *shape]
     with WatchedJob([*launcher, "--max-restarts", "5", *script], folder, WORLD, env | {"OMP_NUM_THREADS": "1"}) as job:
         cold = job.wait_first_step()

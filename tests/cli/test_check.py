@@ -99,6 +99,19 @@ def test_problems_come_with_evidence_and_advice() -> None:
     assert text.endswith("not healthy: nvidia failed, warnings from cpu (2.0 s)")
 
 
+def test_what_the_kernel_said_long_ago_is_told_as_history_and_does_not_count() -> None:
+    old = Problem(
+        area="kernel-log", code="gpu.gone", title="A GPU is gone", severity=Severity.WARNING, subject="gpu3",
+        text="Xid 79 (1 times, last 200 min ago)", advice="Do.", old=True,
+    )  # fmt: skip
+    new = Problem(area="nvidia", code="gpu.hot", title="A GPU is hot", severity=Severity.WARNING)
+    health = Health(areas={"kernel-log": State.OK, "nvidia": State.WARNING}, problems=(old, new))
+    text = check.as_text(health, 2.0, deep_too=True)
+    assert text.index("warning  nvidia") < text.index("past  kernel-log, gpu3: A GPU is gone (gpu.gone)")
+    assert "said more than 60 min ago does not count" in text and "    if it comes again, drain_node: Do.\n" in text
+    assert text.endswith("healthy, warnings from nvidia, 1 from the past that does not count (2.0 s)")
+
+
 def test_figures_of_many_devices_are_told_as_a_range() -> None:
     def of(index: int, value: float) -> Figure:
         return Figure(area="device-link", name="to device", value=value, unit="GB/s", subject=f"cuda:{index}")

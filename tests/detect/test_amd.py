@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from rerail.detect import accelerators, amd
 from rerail.detect.accelerators import AcceleratorDetector
 from rerail.detect.amd import detector
 from rerail.detect.detector import Detector, Value
+from rerail.detect.judge import Judge
+from rerail.faults.catalog import load_catalog, parse
 
 STUB = Path(__file__).parent / "stubs" / "amdsmi.c"
 
@@ -222,6 +225,25 @@ def test_a_look_at_eight_gpus_is_cheap(say: Callable[[str], None]) -> None:
         gpus.check()
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.02, f"{min(times) * 1000:.1f} ms"
+
+
+def test_every_reading_that_the_entries_of_amd_gpus_judge_is_read() -> None:
+    entries = parse((resources.files("rerail.faults") / "amd.toml").read_text(), "amd.toml")
+    source = Path(amd.__file__).read_text()
+    assert [one.code for one in entries if one.reading is not None and f'"{one.reading.name}"' not in source] == []
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("ecc_unc0=2", "gpu.ecc_uncorrected"), ("ecc_cor0=500", "gpu.ecc_corrected_rate"), ("xgmi0=2", "link.xgmi_error")],
+)
+def test_counted_errors_are_the_faults_of_all_gpus(say: Callable[[str], None], said: str, code: str) -> None:
+    say("gpus=1")
+    gpus, judge = detector(), Judge(load_catalog().with_readings())
+    found = [finding.fault.code for reading in gpus.check() for finding in judge.take(reading, 0.0)]
+    assert code not in found
+    say(f"gpus=1 {said}")
+    assert code in [finding.fault.code for reading in gpus.check() for finding in judge.take(reading, 10.0)]
 
 
 def test_the_names_of_the_package_are_those_used(library: None) -> None:

@@ -182,6 +182,11 @@ def test_the_kernel_log_is_judged_by_age_number_and_what_came_after() -> None:
         "0000:02:00": Severity.CRITICAL,
     }
     assert "8 min ago" in found["0000:02:00"].text
+    assert {subject: one.old for subject, one in found.items()} == {"0000:01:00": True, "0000:02:00": False}
+    lines_read = Figure(area="kernel-log", name="lines", value=7)
+    past = concluded([lines_read, found["0000:01:00"]], ["kernel-log"])
+    assert past.areas == {"kernel-log": State.OK} and past.problems, "history is told, and does not count"
+    assert concluded([lines_read, *found.values()], ["kernel-log"]).areas == {"kernel-log": State.FAILED}
     flaps = checkup.judge_log([*lines, (20.0, "eth0: Link is Down on port 1")], FAULTS)
     assert not [one for one in flaps if one.code == "nic.flaps"]
     flaps = checkup.judge_log([*lines, (20.0, lines[-1][1]), (10.0, lines[-1][1])], FAULTS)

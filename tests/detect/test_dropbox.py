@@ -49,6 +49,15 @@ def test_files_are_told_once_and_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["c.json.part", "readme"] and list(dropbox.look()) == []
 
 
+def test_what_the_user_has_switched_off_is_removed_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drop(tmp_path, "a.json", [{**FAULT, "code": "gpu.xid.63"}, FAULT])
+    settings = Settings(fault_senders="dcgm", fault_levels="gpu.xid.63=off")
+    told = list(Dropbox(settings, str(tmp_path), settle_s=0.0).look())
+    assert [one.code for one in told] == ["gpu.xid.79"] and names(tmp_path) == [] and capsys.readouterr().err == ""
+
+
 def test_a_renamed_file_is_seen_while_watching_and_becomes_a_finding(tmp_path: Path) -> None:
     found: list[Found] = []
     seen = threading.Event()

@@ -14,7 +14,7 @@ import pytest
 
 from rerail.detect import kernel_log
 from rerail.detect.detector import Line
-from rerail.detect.kernel_log import INJECTED, KMSG, PSTORE_LIMIT, KernelLog, last_words, parse_record
+from rerail.detect.kernel_log import INJECTED, KMSG, PSTORE_LIMIT, KernelLog, last_words, parse_record, victim_of
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
@@ -214,3 +214,27 @@ def test_no_last_words_are_no_error(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "dmesg-gone").symlink_to("nowhere")
     assert last_words(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "pid"),
+    [
+        ("Out of memory: Killed process 40012 (python3) total-vm:98811200kB", 40012),
+        ("Out of memory: Kill process 40012 (python3) score 911 or sacrifice child", 40012),
+        ("Memory cgroup out of memory: Killed process 77120 (python) total-vm:1kB, UID:1000 pgtables:8kB", 77120),
+        ("oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/job_8812,task=python,pid=77120,uid=1000", 77120),
+        ("python3 invoked oom-killer: gfp_mask=0x100cca(GFP_HIGHUSER_MOVABLE), order=0", 0),
+        (XID, 0),
+    ],
+)  # fmt: skip
+def test_whom_the_out_of_memory_killer_has_ended(
+    line: str, pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = tmp_path / "pid"
+    monkeypatch.setattr(kernel_log, "NAMESPACE", namespace)
+    assert victim_of(line) == 0, "not known"
+    namespace.symlink_to(kernel_log.FIRST_NAMESPACE)
+    assert victim_of(line) == pid
+    namespace.unlink()
+    namespace.symlink_to("pid:[4026532201]")
+    assert victim_of(line) == 0, "in a container the kernel's numbers are not ours"

@@ -109,3 +109,11 @@ def test_the_agent_hands_its_settings_down() -> None:
     env = {"RERAIL_SETTINGS": msgspec.json.encode(settings).decode()}
     assert Levels.from_environment(env) == Levels.of(settings)
     assert Levels.from_environment(env).files == (Path("/a.toml"), Path("/b.toml"))
+
+
+def test_what_is_switched_off_is_known_and_the_last_level_counts() -> None:
+    assert not Levels.of(Settings(fault_levels="nic.*=warning")).switched_off().faults
+    levels = Levels.of(Settings(fault_levels="gpu.xid.6*=off, gpu.xid.63=error"))
+    off = levels.switched_off()
+    assert off.get("gpu.xid.64") is not None and off.get("gpu.xid.63") is None and off.get("gpu.xid.79") is None
+    assert levels.catalog().get("gpu.xid.64") is None

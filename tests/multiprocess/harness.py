@@ -22,6 +22,11 @@ PATIENCE_S = 150.0
 Start = Callable[..., "Run"]
 
 
+def torchrun(folder: Path) -> list[str]:
+    """Behind `python`. Its own logs go to this folder: otherwise each start leaves one in /tmp."""
+    return ["-m", "torch.distributed.run", "--log-dir", str(folder / "torchrun")]
+
+
 class Run:
     """One job under way."""
 

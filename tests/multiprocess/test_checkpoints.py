@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import Run, Start
+from harness import Run, Start, torchrun
 
 from rerail.checkpoint import catalog, names
 from rerail.checkpoint.files import FileTier
@@ -135,7 +135,7 @@ def command_of(launcher: str, ranks: int, folder: Path, *args: str) -> tuple[lis
     """How to run the script by one of three launchers, and in which environment."""
     command = {
         "alone": [],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+        "torchrun": [*torchrun(folder), "--standalone", "--nproc-per-node", str(ranks)],
         "rerail": ["-m", "rerail.cli.main", "run", "--nproc-per-node", str(ranks)],
     }[launcher]
     env = {**os.environ, "RERAIL_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

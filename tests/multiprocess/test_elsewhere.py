@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import SCRIPT
+from harness import SCRIPT, torchrun
 
 
 def run(folder: Path, *command: str) -> list[dict[str, object]]:
@@ -20,8 +20,9 @@ def run(folder: Path, *command: str) -> list[dict[str, object]]:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launcher = (sys.executable, *torchrun(tmp_path), "--standalone", "--nproc-per-node", "2")
     events = run(tmp_path, *launcher, str(SCRIPT), "ddp", "5")
+    assert list((tmp_path / "torchrun").iterdir()), "torchrun's own folder went elsewhere"
     digests = [event["digest"] for event in events if "digest" in event]
     assert len(digests) == 2 and len(set(digests)) == 1, events
 

@@ -71,7 +71,8 @@ def test_a_slow_rank_is_named(start: Start) -> None:
 
 
 @pytest.mark.skipif(not os.access(KMSG, os.W_OK), reason="/dev/kmsg cannot be written: not root, or a container")
-def test_what_the_kernel_says_of_a_killed_rank_is_its_root_cause(start: Start) -> None:
+@pytest.mark.parametrize(("own", "cause"), [(True, "memory.oom_global"), (False, "process.killed")])
+def test_what_the_kernel_says_of_a_killed_rank_is_its_root_cause(start: Start, own: bool, cause: str) -> None:
     run = start("ddp", "100000", "--sleep", "0.02", ranks=2, env={"RERAIL_ALLOW_INJECT": "1"})
     run.reach(6)
     said = "NVRM: Xid (PCI:0000:3b:00): 31, pid=1, name=x, Ch 00000008, intr 00000000"
@@ -79,12 +80,17 @@ def test_what_the_kernel_says_of_a_killed_rank_is_its_root_cause(start: Start) -
     while not events(run, "gpu.xid.31") and time.monotonic() < until:
         run.inject("kernel-log", "--line", said)  # until the monitor is there and hears it
         time.sleep(1.0)
-    victim = run.pids[1][0]
+    victim = run.pids[1][0] if own else os.getpid()
     line = f"Out of memory: Killed process {victim} (python) total-vm:53312244kB, anon-rss:31451456kB, file-rss:74816kB"
     run.inject("kernel-log", "--line", line)
+    awaited(run, "memory.oom_global")
     run.inject("kill", "--rank", "1")
     until = time.monotonic() + 60.0
     while not run.reports() and time.monotonic() < until:
         time.sleep(0.2)
     (report,) = run.reports()
-    assert report["code"] == "memory.oom_global" and report["ranks"] == [1] and report["ok"], report
+    assert report["code"] == cause and report["ranks"] == [1] and report["ok"], report
+    assert any(line.startswith("rerail:   ") for line in run.output), run.told("advice below a fault of the machine")
+    for command in (("incidents",), ("report", "1")):
+        told = run.command(*command, timeout=120).stdout
+        assert "also seen" in told and "gpu.xid.31" in told and (own or "memory.oom_global" in told), told

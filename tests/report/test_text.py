@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,20 @@ from rerail.cli import report as report_command
 from rerail.cli import status as status_command
 from rerail.cli.main import main
 from rerail.errors import UsageError
-from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Phase, Recovery, Report, Role, Rung, Signal
+from rerail.flow import (
+    AnyRecord,
+    Cost,
+    Decision,
+    Diagnosis,
+    Event,
+    Phase,
+    Recovery,
+    Report,
+    Role,
+    Rung,
+    Severity,
+    Signal,
+)
 from rerail.report.compose import one_line
 from rerail.report.summary import find_run
 from rerail.report.text import bar, costs, table
@@ -117,7 +132,120 @@ def test_incident_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "rank replaced" in text and "2 incidents, 11.1 s in all" in text
     assert main(["incidents", "--json"]) == 0
-    assert [r["incident"] for r in json.loads(capsys.readouterr().out)] == [1, 2]
+    told = json.loads(capsys.readouterr().out)
+    assert [r["incident"] for r in told["incidents"]] == [1, 2] and told["also_seen"] == []
+
+
+# --- what was only told ---
+
+
+def told_at(at: float, code: str, source: str = "machine", number: int = 0, **more: Any) -> list[tuple[int, AnyRecord]]:
+    """One word of a monitor or of the training, as the controller writes it down."""
+    over, rank, detector = more.get("over", False), more.get("rank", -1), more.get("detector", "nvidia")
+    payload = {"code": code, "subject": more.get("subject", ""), "over": over, "detector": detector}
+    name = f"{at}-{code}-{payload['subject']}-{rank}-{over}"
+    signal = Signal(id=f"s-{name}", job="j", at=at, source=source, node="n03", rank=rank, payload=payload)
+    event = Event(
+        id=f"e-{name}", job="j", at=at, cause_id=signal.id, code=code, node="n03", rank=rank, message=f"about {code}",
+        severity=more.get("severity", Severity.ERROR), evidence=more.get("evidence", ""),
+    )  # fmt: skip
+    return [(number, signal), (number, event)]
+
+
+ALSO = [
+    *told_at(10.0, "gpu.xid.63", subject="gpu3", detector="kernel_log", evidence="NVRM: Xid (PCI:0000:3b:00): 63"),
+    *told_at(20.0, "gpu.xid.63", subject="gpu3", detector="kernel_log", evidence="NVRM: Xid (PCI:0000:3b:00): 63"),
+    *told_at(30.0, "training.straggler_data", "training.straggler", rank=3, subject="rank 3"),
+    *told_at(35.0, "training.loss_spike", "training.health", subject="rank -1"),
+    *told_at(40.0, "training.straggler_data", "training.straggler", rank=3, subject="rank 3", over=True),
+    *told_at(50.0, "nic.down", subject="mlx5_0"),
+    *told_at(51.0, "nic.down", subject="mlx5_1"),
+    *told_at(60.0, "nic.down", over=True),
+    *told_at(70.0, "never.begun", over=True),
+]
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job without incidents whose machines and training had faults."""
+    monkeypatch.setenv("RERAIL_HOME", str(tmp_path))
+    journal = Journal(tmp_path / "quiet" / FILE_NAME)
+    journal.append(ALSO, {"exit_code": 0})
+    journal.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["incidents", "report"])
+def test_what_was_only_told_is_shown_without_any_incident(
+    quiet: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command]) == 0
+    first, heading, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("no incidents") and heading == "also seen, and no incident by itself:"
+    assert [re.split(r"  +", row.strip())[1:] for row in rows] == [
+        ["gpu.xid.63", "n03, gpu3", "2 times", "NVRM: Xid (PCI:0000:3b:00): 63"],
+        ["training.straggler_data", "n03, rank 3", "once, over", "about training.straggler_data"],
+        ["training.loss_spike", "n03", "once, not over", "about training.loss_spike"],
+        ["nic.down", "n03, mlx5_0", "once, over", "about nic.down"],
+        ["nic.down", "n03, mlx5_1", "once, over", "about nic.down"],
+    ]
+    assert main([command, "--json"]) == 0
+    also = json.loads(capsys.readouterr().out)["also_seen"]
+    assert [(one["code"], one["count"], one["over"]) for one in also][:3] == [
+        ("gpu.xid.63", 2, False),
+        ("training.straggler_data", 1, True),
+        ("training.loss_spike", 1, False),
+    ]
+
+
+def test_of_many_the_gravest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path / FILE_NAME)
+    slight = [one for n in range(40) for one in told_at(float(n), "slight", subject=f"gpu{n}", severity=Severity.INFO)]
+    journal.append([*slight, *told_at(99.0, "grave", severity=Severity.CRITICAL)], {})
+    journal.close()
+    assert main(["incidents", "--run-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 1 + 20 + 1 and "grave" in lines[-2] and lines[-1] == "  and 21 more (--json shows all)"
+
+
+def test_an_incidents_page_tells_what_was_seen_about_its_time_and_not_its_cause_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cause = told_at(1000.0, "gpu.xid.79", number=1, subject="gpu3")
+    named = cause[1][1].id
+    records = [
+        (number, msgspec.structs.replace(record, at=1000.0 + index))
+        for index, (number, record) in enumerate(incident(1))
+    ]
+    records = [(n, msgspec.structs.replace(r, root=named) if isinstance(r, Diagnosis) else r) for n, r in records]
+    others = [
+        *told_at(1002.0, "gpu.xid.79", number=1, subject="gpu3"),
+        *told_at(10.0, "nic.down", subject="mlx5_0"),  # and it lasts
+        *told_at(20.0, "gpu.hot", subject="gpu1"),
+        *told_at(30.0, "gpu.hot", subject="gpu1", over=True),
+        *told_at(850.0, "gpu.xid.63", detector="kernel_log"),
+        *told_at(950.0, "gpu.xid.31", detector="kernel_log"),
+        *told_at(1003.0, "training.nan", "training.health", number=1, rank=2),
+        *told_at(5000.0, "training.nan", "training.health", rank=1),
+    ]
+    journal = Journal(tmp_path / FILE_NAME)
+    journal.append([*cause, *records, *others], {})
+    journal.close()
+    assert main(["report", "1", "--run-dir", str(tmp_path)]) == 0
+    page = capsys.readouterr().out.splitlines()
+    at = next(index for index, line in enumerate(page) if line.startswith("  also seen"))
+    assert [line[16:].split()[1].rstrip(",") for line in page[at : at + 3]] == [
+        "nic.down",
+        "gpu.xid.31",
+        "training.nan",
+    ]
+    assert page[at + 3].startswith("  decision") and not any("training.nan (folded" in line for line in page)
+    assert any(line.endswith("n03, mlx5_0, once, not over: about nic.down") for line in page)
+    assert main(["report", "1", "--run-dir", str(tmp_path), "--json"]) == 0
+    story = json.loads(capsys.readouterr().out)
+    assert [one["code"] for one in story["also_seen"]] == ["nic.down", "gpu.xid.31", "training.nan"]
+    assert main(["incidents", "--run-dir", str(tmp_path)]) == 0
+    assert "gpu.xid.79" not in capsys.readouterr().out, "what repeats a cause is not seen beside it"
 
 
 def test_status_of_a_job_that_has_ended(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

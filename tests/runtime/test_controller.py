@@ -606,3 +606,18 @@ def test_echoes_wait_for_a_node_that_may_be_their_cause(tmp_path: Path) -> None:
             await first.hang_up()
 
     play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(("victim", "cause"), [(4711, "memory.oom_global"), (815, "process.killed")])
+def test_the_out_of_memory_killer_is_the_cause_of_the_process_it_names(tmp_path: Path, victim: int, cause: str) -> None:
+    async def scenario(folder: Path) -> None:
+        async with training(folder) as (job, agent):
+            await agent.send(Beat(versions={}, pids={1: 4711, 2: 815}))
+            line = f"Out of memory: Killed process {victim} (python3) total-vm:98811200kB"
+            record = {"code": "memory.oom_global", "detector": "kernel_log", "evidence": line, "victim": victim}
+            await agent.observe("machine", -1, **record)
+            await agent.kill(1)
+            (report,) = await job.reports(1)
+            assert (report.code, report.ranks) == (cause, (1,))
+
+    play(scenario, tmp_path)

@@ -32,13 +32,15 @@ from rerail.checkpoint.staging import Stager
 from rerail.detect.kernel_log import parse_record
 from rerail.errors import RerailError, UsageError
 from rerail.flow import Signal
-from rerail.runtime import breaking, wire
+from rerail.runtime import breaking, injecting, injections, wire
 from rerail.runtime.agent import Agent
 from rerail.runtime.breaking import Refused
 from rerail.runtime.fleet import Agent as FleetAgent
 from rerail.runtime.fleet import Fleet, RankState
+from rerail.runtime.injecting import Injector
 from rerail.runtime.injections import KINDS, Injections, Wanted
 from rerail.runtime.processes import process_state
+from rerail.runtime.slots import Slot
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -241,16 +243,52 @@ def test_an_agent_that_was_not_told_to_allow_it_refuses(bench: Bench) -> None:
     assert bench.run(body) == 0
 
 
-def test_a_script_without_join_has_no_steps_to_break(bench: Bench) -> None:
+def test_a_script_without_join_has_no_steps_to_break(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(node: Agent, controller: FakeController) -> None:
         await controller.wait(wire.AgentHello)
         await controller.send(wire.Start(generation=0, assignments=assignments(2, 0)))
         await until(lambda: all(slot.running for slot in node.slots))
         await controller.send(order("nan"))
-        assert "rerail.join()" in str((await told(controller, "inject.refused")).payload["message"])
+        early = str((await told(controller, "inject.refused")).payload["message"])
+        assert "has not reached rerail.join() yet (it was started 0 s ago); try again" in early, early
+        monkeypatch.setattr(injecting, "JOINING_S", 0.0)
+        await controller.send(order("nan"))
+        messages = await controller.wait(wire.Observed, lambda one: one.signal.source == "inject.refused", 2)
+        late = str(messages[-1].signal.payload["message"])
+        assert "has not called rerail.join() within 0 s; if it never does, nothing can be done" in late, late
         await stop(controller)
 
     assert bench.run(body, "unaware", allow_inject=True) == 0
+
+
+def refusal(*slots: Slot) -> str:
+    injector = Injector(slots, lambda *_: None, allowed=True)
+    with pytest.raises(Refused) as refused:
+        injector._pass_on(order("nan"), slots[0])
+    return str(refused.value)
+
+
+def test_a_rank_that_is_not_at_its_first_step_is_told_from_one_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Slot(0), Slot(1)
+    one.rank = 1
+    assert "has not reached rerail.join() yet (it was started" in refusal(one, other)
+    monkeypatch.setattr(injecting, "JOINING_S", 0.0)
+    assert "if it never does, nothing can be done inside its steps; kill" in refusal(one, other)
+    other.joined = True
+    assert "has not reached rerail.join() yet (other ranks have); try again" in refusal(one, other)
+    one.joined = True
+    assert "made its process group before rerail.join(), so nothing" in refusal(one, other)
+
+
+def test_an_order_that_waits_for_the_first_step_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injections, "ANSWER_S", 0.05)
+    made = fleet()
+    wish = json.dumps({"kind": "nan", "rank": 1, "seed": 1}).encode()
+    status, answer = asyncio.run(Injections(made, allowed=True).ask(wish))
+    assert status == 504 and "rank 1 has not completed a step yet" in answer["refused"]
+    made.ranks[1].version = 3
+    status, answer = asyncio.run(Injections(made, allowed=True).ask(wish))
+    assert status == 504 and "step yet" not in answer["refused"]
 
 
 def test_an_unknown_kind_or_rank_does_not_hurt_the_agent(bench: Bench) -> None:

@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from rerail.config import Settings
+from rerail.detect import kernel_log
 from rerail.detect.monitor import SOURCE as MACHINE
+from rerail.detect.monitor import Found
 from rerail.diagnose.classify import Classifier
 from rerail.diagnose.rootcause import Facts, diagnose
 from rerail.faults.catalog import Catalog, load_catalog
@@ -32,7 +35,7 @@ WAIT_S = 30.0
 NOW = DIED_AT + 60.0
 
 
-def machine(at: float, node: str = "n0", over: bool = False, **payload: str) -> Signal:
+def machine(at: float, node: str = "n0", over: bool = False, **payload: str | int) -> Signal:
     said = {**(payload or XID), "over": over}
     return Signal(id=f"sig-{at}-{node}-{over}", job="j", at=at, source=MACHINE, node=node, payload=said)
 
@@ -140,6 +143,74 @@ def test_an_incident_without_a_diagnosis_is_left_to_the_diagnosis(machines: Mach
     assert fresh.diagnosis is None and len(machines.causes_of(fresh.fresh)) == 1
 
 
+# --- the out-of-memory killer ---
+
+RANK_PID, OTHER_PID = 4711, 815
+
+
+def out_of_memory(at: float, pid: int, node: str = "n0") -> Signal:
+    line = f"Out of memory: Killed process {pid} (python3) total-vm:98811200kB, anon-rss:61000448kB"
+    signal = machine(at, node, code="memory.oom_global", detector="kernel_log", evidence=line, victim=pid)
+    return msgspec.structs.replace(signal, id=f"sig-{at}-{node}-{pid}")
+
+
+def counted(at: float) -> Signal:
+    return machine(at, code="memory.oom.cgroup_kill_count", detector="cgroup", evidence="rose by 1")
+
+
+@pytest.fixture
+def knowing(told: list[str]) -> Machines:
+    """They know which process rank 3 is."""
+    return Machines(CLASSIFIER, told.append, {3: RANK_PID}.__getitem__)
+
+
+def root_of(machines: Machines, end: Event) -> str:
+    found = diagnose([end, *machines.causes_of([end])], Facts(gone=frozenset([3])), at=DIED_AT, waited=True)
+    assert found is not None
+    return found.code
+
+
+@pytest.mark.parametrize("after_s", [-30.0, -0.01, 0.0, 0.01, 1.0])
+def test_the_kernels_word_on_the_ranks_own_process_is_its_cause(knowing: Machines, after_s: float) -> None:
+    knowing.take(out_of_memory(DIED_AT + after_s, RANK_PID))
+    knowing.take(out_of_memory(DIED_AT + after_s, OTHER_PID))
+    assert root_of(knowing, death()) == "memory.oom_global"
+    assert [one.evidence for one in knowing.causes_of([death()])] == [
+        out_of_memory(0.0, RANK_PID).payload["evidence"]
+    ], "the newer record of another process does not hide it"
+
+
+@pytest.mark.parametrize("after_s", [-30.0, -0.01, 1.0])
+def test_the_end_of_another_process_for_want_of_memory_is_not_the_ranks(knowing: Machines, after_s: float) -> None:
+    knowing.take(out_of_memory(DIED_AT + after_s, OTHER_PID))
+    knowing.take(counted(DIED_AT + after_s + 5))
+    assert knowing.causes_of([death()]) == [] and root_of(knowing, death()) == "process.killed"
+    open_ = incident(death())
+    assert len(knowing.heard(out_of_memory(DIED_AT + 2, OTHER_PID), open_)) == 2
+    assert open_.diagnosis is not None and open_.diagnosis.code == "process.killed"
+
+
+def test_the_kernels_word_on_the_ranks_process_goes_before_what_was_only_counted(knowing: Machines) -> None:
+    knowing.take(counted(DIED_AT - 1))
+    end = death()
+    assert root_of(knowing, end) == "memory.oom.cgroup_kill_count"
+    open_ = incident(end)
+    knowing.heard(out_of_memory(DIED_AT + 0.5, RANK_PID), open_)
+    assert open_.diagnosis is not None and open_.diagnosis.code == "memory.oom_global"
+
+
+def test_where_nobody_knows_the_process_time_alone_counts(told: list[str]) -> None:
+    machines = Machines(CLASSIFIER, told.append)  # the rank's is not known
+    machines.take(out_of_memory(DIED_AT - 1, OTHER_PID))
+    assert root_of(machines, death()) == "memory.oom_global"
+    open_ = incident(death())
+    machines.heard(out_of_memory(DIED_AT + 1, RANK_PID), open_)
+    assert open_.diagnosis is not None and open_.diagnosis.code == "memory.oom_global", "several records are one cause"
+    machines = Machines(CLASSIFIER, told.append, lambda rank: RANK_PID)  # in a container, the victim's is not
+    machines.take(machine(DIED_AT - 1, code="memory.oom_global", detector="kernel_log", evidence="x"))
+    assert root_of(machines, death()) == "memory.oom_global"
+
+
 # --- what stands, and what is said ---
 
 
@@ -147,11 +218,15 @@ def test_a_fault_is_said_once_and_its_end_once(machines: Machines, told: list[st
     for at in (1.0, 2.0, 3.0):
         machines.take(machine(at))
     assert len(told) == 1 and "gpu.xid.79" in told[0] and "fallen off the bus" in told[0]
+    fault = CLASSIFIER.catalog.get("gpu.xid.79")
+    assert fault is not None and told[0].splitlines()[1:] == [f"  {fault.advice}"]
     machines.take(machine(4.0, over=True))
     machines.take(machine(5.0, over=True))
     assert told[1:] == ["n0: gpu.xid.79 is over (0000:3b:00)"] and not machines.standing(NOW)
     machines.take(machine(6.0))
-    assert len(told) == 3
+    assert len(told) == 3 and len(told[2].splitlines()) == 1, "advice is given once"
+    machines.take(machine(7.0, node="n1"))
+    assert len(told) == 4 and len(told[3].splitlines()) == 1
 
 
 def test_an_end_is_that_of_one_device_on_one_node(machines: Machines) -> None:
@@ -342,3 +417,16 @@ def test_grave_but_unrelated_faults_are_not_blamed(machines: Machines) -> None:
     book.take(differs)
     failed = Signal(id="sig-c", job="j", at=DIED_AT, source="collective.failed", node="n0", rank=1, payload={})
     assert book.causes_of([CLASSIFIER.classify(failed), death()]) == []
+
+
+@pytest.mark.parametrize(("detector", "victim"), [("kernel_log", 4711), ("nvidia", None)])
+def test_the_lookout_names_the_process_that_the_kernel_has_ended(
+    detector: str, victim: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = tmp_path / "pid"
+    namespace.symlink_to(kernel_log.FIRST_NAMESPACE)
+    monkeypatch.setattr(kernel_log, "NAMESPACE", namespace)
+    found = Found(
+        code="memory.oom_global", detector=detector, text="Out of memory: Killed process 4711 (python3)", at=1
+    )
+    assert Lookout(Settings(), "j", "n0", lambda _: None)._signal(found).payload.get("victim") == victim

@@ -123,6 +123,23 @@ def test_without_the_setting_the_door_is_closed_and_says_how_to_open_it(tmp_path
     play(scenario, tmp_path)
 
 
+def test_what_the_user_has_switched_off_is_passed_over_and_said_to_be(tmp_path: Path) -> None:
+    async def scenario(folder: Path) -> None:
+        async with training(folder, {**OPEN, "fault_levels": "gpu.xid.63=off"}) as (job, agent):
+            off = {**FAULT, "code": "gpu.xid.63"}
+            status, answer = await asyncio.to_thread(post, agent.port, off)
+            assert (status, answer["accepted"], answer["switched_off"]) == (200, 0, ["gpu.xid.63"])
+            assert "fault_levels" in answer["note"]
+            status, answer = await asyncio.to_thread(post, agent.port, [off, FAULT, off])
+            assert (status, answer["accepted"], answer["switched_off"]) == (202, 1, ["gpu.xid.63"])
+            (signal,) = await heard(job, 1)
+            assert signal.payload["code"] == "gpu.xid.79"
+            status, answer = await asyncio.to_thread(post, agent.port, {**FAULT, "code": "gpu.xid.no"})
+            assert status == 422 and "there is no fault" in answer["error"]
+
+    play(scenario, tmp_path)
+
+
 def test_a_request_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
         async with training(folder, OPEN) as (job, agent):
@@ -138,7 +155,7 @@ def test_a_request_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
 
 def take(body: object, desk: Desk | None = None, now: float = 1e9) -> Any:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return (desk or Desk("dcgm", CATALOG)).take(data, {"n0", "n1"}, "n0", now)
+    return (desk or Desk("dcgm", CATALOG)).take(data, {"n0", "n1"}, "n0", now).faults
 
 
 @pytest.mark.parametrize(
@@ -190,7 +207,7 @@ def test_texts_are_cut_and_cannot_move_a_cursor() -> None:
 
 def test_times_are_kept_and_a_clock_that_is_a_little_ahead_is_now() -> None:
     assert [take({**FAULT, "at": at})[0].at for at in (0, 5.5, 1e9 + 60)] == [1e9, 5.5, 1e9]
-    (one,) = Desk("dcgm", CATALOG).take(json.dumps(FAULT).encode(), {"n0"}, "n0", 1e9, written=1e8)
+    (one,) = Desk("dcgm", CATALOG).take(json.dumps(FAULT).encode(), {"n0"}, "n0", 1e9, written=1e8).faults
     assert one.at == 1e8 and one.node == "n0"
 
 

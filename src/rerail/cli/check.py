@@ -18,13 +18,17 @@ from pathlib import Path
 import msgspec
 
 from rerail.detect import deep
-from rerail.detect.checkup import TIMEOUT_S, Figure, Health, Problem, State, checkup, quick_areas
+from rerail.detect.checkup import RECENT_S, TIMEOUT_S, Figure, Health, Problem, State, checkup, quick_areas
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
 
 WRONG = 1
 NAME, STATE = 19, 10
 TEXT_LIMIT = 400
+HISTORY = (
+    f"history: what the kernel said more than {RECENT_S / 60:.0f} min ago does not count, because the detectors see "
+    "whether it still holds"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +76,12 @@ def as_json(health: Health, took_s: float) -> str:
 def as_text(health: Health, took_s: float, *, deep_too: bool) -> str:
     """What comes below the lines of the areas: what is wrong, what was not seen, and the verdict."""
     text: list[str] = []
-    for problem in sorted(health.problems, key=lambda problem: problem.area):
+    problems = sorted(health.problems, key=lambda problem: problem.area)
+    for problem in [one for one in problems if not one.old]:
+        text += ["", *_told(problem)]
+    if old := [one for one in problems if one.old]:
+        text += ["", _wrapped(HISTORY, 0)]
+    for problem in old:
         text += ["", *_told(problem)]
     if health.unseen:
         text += ["", "not seen"]
@@ -84,6 +93,8 @@ def as_text(health: Health, took_s: float, *, deep_too: bool) -> str:
     )
     if warned:
         verdict += f", warnings from {', '.join(warned)}"
+    if old:
+        verdict += f", {len(old)} from the past that {'does' if len(old) == 1 else 'do'} not count"
     more = "" if deep_too or broken else "; rerail check --deep also tests memory, arithmetic, links and disk"
     return "\n".join([*text, "", f"{verdict} ({took_s:.1f} s){more}"])
 
@@ -124,10 +135,11 @@ def _number(value: float) -> str:
 def _told(problem: Problem) -> list[str]:
     where = f"{problem.area}, {problem.subject}" if problem.subject else problem.area
     text = problem.text if len(problem.text) <= TEXT_LIMIT else problem.text[: TEXT_LIMIT - 1] + "…"
-    lines = [_wrapped(f"{problem.severity}  {where}: {problem.title} ({problem.code})", 4)]
-    lines += [
-        _wrapped(f"    {part}", 4) for part in (text, problem.advice and f"{problem.action}: {problem.advice}") if part
-    ]
+    advice = problem.advice and f"{problem.action}: {problem.advice}"
+    if problem.old and advice:
+        advice = f"if it comes again, {advice}"
+    lines = [_wrapped(f"{'past' if problem.old else problem.severity}  {where}: {problem.title} ({problem.code})", 4)]
+    lines += [_wrapped(f"    {part}", 4) for part in (text, advice) if part]
     return lines
 
 

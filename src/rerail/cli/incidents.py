@@ -1,4 +1,7 @@
-"""`rerail incidents [JOB]`: the incidents of a job, one line each. Called by `cli.main`."""
+"""`rerail incidents [JOB]`: the incidents of a job, one line each, and what else was told of its machines and training.
+
+Called by `cli.main`.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,25 @@ import argparse
 
 import msgspec
 
-from rerail.report.summary import find_run, reading, reports
-from rerail.report.text import table
+from rerail.report.summary import find_run, reading, reports, seen
+from rerail.report.text import seen_table, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", default="", help="the job; the newest when not given")
     parser.add_argument("--run-dir", default="", help="the job's run directory, if it was started with one")
-    parser.add_argument("--json", action="store_true", help="a JSON list of the reports")
+    parser.add_argument("--json", action="store_true", help="both as JSON: incidents, also_seen")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all incidents that are over."""
     folder = find_run(args.job, args.run_dir)
     with reading(folder) as journal:
-        found = reports(journal)
+        found, also = reports(journal), seen(journal)
     if args.json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode({"incidents": found, "also_seen": also}).decode())
         return 0
-    print(table(found))
+    print("\n".join([table(found), *seen_table(also)]))
     if found:
         print(f"job {folder.name}: {len(found)} incidents, {sum(report.cost.total for report in found):.1f} s in all")
         print("more: rerail report N")

@@ -1,4 +1,4 @@
-"""`rerail report [last|N|JOB]`: what happened in an incident, why, and where the time went.
+"""`rerail report [last|N|JOB]`: what happened in an incident, why, what else was seen, and where the time went.
 
 Called by `cli.main`.
 """
@@ -12,8 +12,8 @@ import msgspec
 from rerail.errors import UsageError
 from rerail.faults.catalog import load_catalog
 from rerail.flow import Report
-from rerail.report.summary import find_run, reading, reports, story
-from rerail.report.text import render
+from rerail.report.summary import find_run, reading, reports, seen, story
+from rerail.report.text import render, seen_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     with reading(folder) as journal:
         found = reports(journal)
         if not found and which == "last":
-            print("{}" if args.json else f"no incidents in {folder.name}")
+            also = seen(journal)
+            text = "\n".join([f"no incidents in {folder.name}", *seen_table(also)])
+            print(msgspec.json.encode({"also_seen": also}).decode() if args.json else text)
             return 0
         whole = story(journal, _pick(found, which, folder.name))
     print(msgspec.json.encode(whole).decode() if args.json else render(whole, load_catalog()))

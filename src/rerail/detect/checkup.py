@@ -38,7 +38,7 @@ APART_S = 1.5
 TIMEOUT_S = 30.0
 """A driver that was unloaded may take many seconds to come up; what takes longer hangs."""
 RECENT_S = 3600.0
-"""What the kernel said longer ago is only a warning: the detectors see whether it still holds."""
+"""What the kernel said longer ago is history and does not count: the detectors see whether it still holds."""
 GRACE_S = 5.0
 """For a process to end, when all else is done."""
 KERNEL_LOG = "kernel-log"
@@ -69,6 +69,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, tag="problem"):
     advice: str = ""
     action: Handling = Handling.DRAIN_NODE
     hardware: bool = False
+    old: bool = False
+    """History: it was so, and does not count."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, tag="figure"):
@@ -153,7 +155,7 @@ def concluded(notes: Iterable[Note], wanted: Iterable[str]) -> Health:
 
 
 def _state(notes: Sequence[Note]) -> State:
-    problems = [note for note in notes if isinstance(note, Problem)]
+    problems = [note for note in notes if isinstance(note, Problem) and not note.old]
     if problems:
         return State.FAILED if any(one.severity in SERIOUS for one in problems) else State.WARNING
     return State.OK if any(isinstance(note, Figure) for note in notes) else State.NOT_SEEN
@@ -166,8 +168,6 @@ def broken(area: str, code: str, title: str, subject: str, text: str) -> Problem
 
 
 # --- child processes with a deadline ---
-
-
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One child process to run: it calls `report` and says what it finds."""
 
@@ -277,8 +277,6 @@ def report() -> Iterator[Callable[[Note], None]]:
 
 
 # --- in the child process ---
-
-
 class _Look(threading.Thread):
     """Both samples of one detector."""
 
@@ -373,8 +371,9 @@ def _from_log(fault: Fault, device: str, found: Sequence[tuple[float, str]]) -> 
         return
     age, line = found[-1]
     told = of_fault(fault, KERNEL_LOG, device, f"{line} ({len(found)} times, last {age / 60:.0f} min ago)")
-    old = age > RECENT_S and fault.severity in SERIOUS
-    yield msgspec.structs.replace(told, severity=Severity.WARNING) if old else told
+    old = age > RECENT_S
+    lowered = Severity.WARNING if old and fault.serious else fault.severity
+    yield msgspec.structs.replace(told, severity=lowered, old=old)
 
 
 def main(order: str) -> None:

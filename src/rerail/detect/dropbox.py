@@ -121,9 +121,10 @@ class Dropbox:
                 raise Refused(403, why)
             body = file.read(MAX_BODY + 1)
         if self._desk is None:
-            self._desk = Desk(self._settings.fault_senders, Levels.of(self._settings).catalog())
+            levels = Levels.of(self._settings)
+            self._desk = Desk(self._settings.fault_senders, levels.catalog(), off=levels.switched_off())
         here = os.environ.get("RERAIL_NODE") or socket.gethostname()
-        return self._desk.take(body, {here, socket.gethostname()}, here, time.time(), found.st_mtime)
+        return self._desk.take(body, {here, socket.gethostname()}, here, time.time(), found.st_mtime).faults
 
     def _put_aside(self, folder: int, name: str, present: str, why: str) -> None:
         """Under a name that nobody reads; a file that cannot be moved is remembered instead."""

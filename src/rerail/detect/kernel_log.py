@@ -7,6 +7,7 @@ Only lines of the kernel itself count: anyone with the right to write to /dev/km
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -21,6 +22,10 @@ PSTORE = ("sys/fs/pstore", "var/lib/systemd/pstore")
 PSTORE_LIMIT = 1 << 20
 INJECTED = "rerail-inject: "
 """In front of a line that `rerail inject` wrote; taken for the kernel's own only where the job allows it."""
+NAMESPACE = Path("/proc/self/ns/pid")
+FIRST_NAMESPACE = "pid:[4026531836]"
+"""The machine's own; elsewhere (in most containers) processes have other numbers than those in the kernel log."""
+_VICTIM = re.compile(r"\bKill(?:ed)? process (\d+)|\boom-kill:.*,pid=(\d+)\b")
 
 
 class KernelLog:
@@ -114,6 +119,16 @@ def parse_record(record: bytes, *, injected: bool = False) -> Line | None:
     if facility != 0:
         text = text.removeprefix(INJECTED) if injected and text.startswith(INJECTED) else ""
     return Line("kernel", text, number)
+
+
+def victim_of(line: str) -> int:
+    """The process that the out-of-memory killer has ended, as this process would call it; 0 if that cannot be told."""
+    found = _VICTIM.search(line)
+    try:
+        ours = os.readlink(NAMESPACE) == FIRST_NAMESPACE
+    except OSError:
+        ours = False
+    return int(found[1] or found[2]) if found is not None and ours else 0
 
 
 def last_words(root: Path = Path("/")) -> list[Line]:

@@ -76,6 +76,12 @@ class Levels(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"setting fault_levels: there is no fault {level.glob!r} (rerail faults list)")
         return Catalog(tuple(fault for fault in map(self.apply, whole.faults) if fault is not None))
 
+    def switched_off(self) -> Catalog:
+        """What the user does not want to hear of."""
+        if not any(level.off for level in self.levels):
+            return Catalog(())
+        return Catalog(tuple(fault for fault in load_catalog(self.files).faults if self.apply(fault) is None))
+
 
 LOUD = (Severity.DEGRADED, Severity.ERROR, Severity.CRITICAL)
 

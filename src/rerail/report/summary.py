@@ -15,6 +15,7 @@ import msgspec
 
 from rerail.errors import UsageError
 from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Recovery, Report, Signal
+from rerail.report.seen import Seen, also_seen
 from rerail.runtime.journal import FILE_NAME, Journal
 
 _R = TypeVar("_R", Signal, Event, Diagnosis, Decision, Action)
@@ -30,6 +31,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
     actions: tuple[Action, ...] = ()
     recovery: Recovery | None = None
+    also_seen: tuple[Seen, ...] = ()
+    """Faults of machines and training about the same time, that are not its cause."""
 
 
 def run_root(env: Mapping[str, str] = os.environ) -> Path:
@@ -77,10 +80,18 @@ def reports(journal: Journal) -> list[Report]:
     return [record for record in journal.records(kind="report") if isinstance(record, Report)]
 
 
+def seen(journal: Journal) -> list[Seen]:
+    """Faults of machines and training that were told, and were not the cause of an incident."""
+    diagnoses = _of(journal.records(kind="diagnosis"), Diagnosis)
+    signals, events = journal.records(kind="signal"), journal.records(kind="event")
+    return also_seen(_of(signals, Signal), _of(events, Event), {found.root for found in diagnoses})
+
+
 def story(journal: Journal, report: Report) -> Story:
     """Everything that led to this report."""
     records = journal.records(incident=report.incident)
     recoveries = [record for record in records if isinstance(record, Recovery)]
+    began = min((record.at for record in records), default=report.at)
     return Story(
         report=report,
         signals=_of(records, Signal),
@@ -89,6 +100,7 @@ def story(journal: Journal, report: Report) -> Story:
         decisions=_of(records, Decision),
         actions=_of(records, Action),
         recovery=recoveries[-1] if recoveries else None,
+        also_seen=tuple(one for one in seen(journal) if one.near(began, report.at)),
     )
 
 

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rerail.faults.catalog import Catalog
-from rerail.flow import Decision, Diagnosis, Recovery, Report, Rung
+from rerail.flow import Decision, Diagnosis, Recovery, Report, Rung, Severity
+from rerail.report.seen import Seen, told_in
 from rerail.report.summary import Story
 
 BAR_WIDTH = 20
+SEEN_ROWS, SEEN_WIDTH = 20, 80
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _DONE = {
     Rung.RETRY_STEP: "step retried",
@@ -44,7 +46,7 @@ def done(report: Report) -> str:
 def render(story: Story, catalog: Catalog) -> str:
     """One incident as a page."""
     report = story.report
-    lines = [_heading(report), *_cause(story, catalog), *_handling(story), "", *costs(report)]
+    lines = [_heading(report), *_cause(story, catalog), *_near(story.also_seen), *_handling(story), "", *costs(report)]
     advice = catalog.get(report.code)
     if advice is not None and advice.advice:
         lines += ["", f"  {advice.advice}"]
@@ -94,9 +96,58 @@ def table(reports: Sequence[Report]) -> str:
     )
 
 
+def seen_table(found: Sequence[Seen]) -> list[str]:
+    """What was told of machines and training, one line each, and nothing where nothing was."""
+    if not found:
+        return []
+    rows = [(_clock(one.first), one.code, _where(one), _often(one), _shown(one)) for one in _foremost(found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["also seen, and no incident by itself:"]
+    lines += ["  ".join(["", *(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+    if len(found) > len(rows):
+        lines.append(f"  and {len(found) - len(rows)} more (--json shows all)")
+    return [line.rstrip() for line in lines]
+
+
+def _near(found: Sequence[Seen]) -> list[str]:
+    lines = [
+        f"{_clock(one.first)}  {one.code}, {_where(one)}, {_often(one)}: {_shown(one)}" for one in _foremost(found)
+    ]
+    if len(found) > len(lines):
+        lines.append(f"and {len(found) - len(lines)} more (--json shows all)")
+    return [f"  {'' if number else 'also seen':<14}{line}" for number, line in enumerate(lines)]
+
+
+def _foremost(found: Sequence[Seen]) -> list[Seen]:
+    """Where there are too many, those that matter most; in the order they began."""
+    order = list(Severity)
+    gravest = sorted(found, key=lambda one: -order.index(one.severity))[:SEEN_ROWS]
+    return sorted(gravest, key=lambda one: one.first)
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _where(one: Seen) -> str:
+    what = f"rank {one.rank}" if one.rank >= 0 else one.subject
+    return f"{one.node}, {what}" if what else one.node
+
+
+def _often(one: Seen) -> str:
+    times = "once" if one.count == 1 else f"{one.count} times"
+    return f"{times}, over" if one.over else times if one.passing else f"{times}, not over"
+
+
+def _shown(one: Seen) -> str:
+    """The evidence tells more than a title, unless the line for people has it already."""
+    text = one.message if not one.evidence or one.evidence in one.message else one.evidence.strip().splitlines()[0]
+    return text if len(text) <= SEEN_WIDTH else text[: SEEN_WIDTH - 1] + "…"
+
+
 def _row(report: Report) -> tuple[str, ...]:
     cost = report.cost
-    when = time.strftime("%H:%M:%S", time.localtime(report.at))
+    when = _clock(report.at)
     figures = (cost.detect, cost.t0, cost.t1, cost.t2, cost.t3, cost.t4, cost.total)
     what = report.summary if len(report.summary) <= 60 else report.summary[:59] + "…"
     verdict = done(report) if report.ok or report.rung is Rung.STOP else f"{done(report)}, failed"
@@ -127,7 +178,8 @@ def _cause(story: Story, catalog: Catalog) -> list[str]:
 
 def _echoes(story: Story, diagnosis: Diagnosis) -> list[str]:
     roots = {found.root for found in story.diagnoses}
-    kinds = Counter(event.code for event in story.events if event.id not in roots)
+    told = told_in(story.signals)  # of these the page speaks below
+    kinds = Counter(event.code for event in story.events if event.id not in roots and event.cause_id not in told)
     if not kinds:
         return []
     text = ", ".join(f"{count} x {code}" for code, count in kinds.items())

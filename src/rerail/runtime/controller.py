@@ -65,7 +65,7 @@ class Controller:
         self.admission = Admission(self.fleet, spec, token)
         self.execution = Execution(self.fleet, spec, settings)
         self.classifier = Classifier(Levels.of(settings).catalog())
-        self.machines = Machines(self.classifier, tell)
+        self.machines = Machines(self.classifier, tell, self.fleet.pid_of)
         self.injections = Injections(self.fleet, allowed=spec.allow_inject)
         self.incident: Incident | None = None
         self.incidents = 0

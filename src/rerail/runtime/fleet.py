@@ -175,6 +175,11 @@ class Fleet:
     def agent_of(self, rank: int) -> Agent:
         return self.agents[self.ranks[rank].node]
 
+    def pid_of(self, rank: int) -> int:
+        """The process of a rank as its node told last; 0 if that is not known, or may be its predecessor's."""
+        one = self.ranks.get(rank)
+        return self.agents[one.node].pids.get(rank, 0) if one is not None and not one.newcomer else 0
+
     def in_state(self, *states: RankState) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.state in states]
 

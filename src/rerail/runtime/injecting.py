@@ -21,6 +21,9 @@ from rerail.runtime.wire import Inject, Injected
 
 AGAIN_S = 0.1
 """Seconds between two cuts of a network that stays cut."""
+JOINING_S = 60.0
+"""Seconds in which a script may yet come to rerail.join()."""
+NO_STEPS = "nothing can be done inside its steps; kill, stop, term and segv work on every script"
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 
 Payload = dict[str, str | int | float | bool]
@@ -101,14 +104,23 @@ class Injector:
 
     def _pass_on(self, order: Inject, slot: Slot) -> None:
         if not slot.joined or not slot.replaceable:
-            raise Refused(
-                f"the script of rank {slot.rank} does not train through rerail.join(), so nothing can be done inside "
-                "its steps; kill, stop, term and segv work on every script"
-            )
+            raise Refused(self._no_steps(slot))
         if order.kind == "oom":
             breaking.check_memory(_process(slot).pid, order.max_size)
         self._passed_on[order.id] = order
         _process(slot).send(order)
+
+    def _no_steps(self, slot: Slot) -> str:
+        """Why nothing can be done inside this rank's steps: never, or not yet."""
+        who = f"the script of rank {slot.rank}"
+        if slot.joined:
+            return f"{who} made its process group before rerail.join(), so {NO_STEPS}"
+        others = any(one.joined for one in self._slots)
+        if others or slot.age_s < JOINING_S:
+            since = "other ranks have" if others else f"it was started {slot.age_s:.0f} s ago"
+            again = "try again when rerail status shows its first step"
+            return f"{who} has not reached rerail.join() yet ({since}); {again}"
+        return f"{who} has not called rerail.join() within {slot.age_s:.0f} s; if it never does, {NO_STEPS}"
 
     def _slot(self, rank: int, *, needed: bool) -> Slot:
         for slot in self._slots:

@@ -172,6 +172,9 @@ class Injections:
                 signal = await answer
         except TimeoutError:
             late = f"ordered, and not done within {ANSWER_S:.0f} s; if it is done yet, the journal tells"
+            rank = self._fleet.ranks.get(order.rank)
+            if KINDS[order.kind].where is Where.STEP and rank is not None and rank.version < 0:
+                late = f"{late} (rank {order.rank} has not completed a step yet: it is done in the first)"
             return 504, {**about, "refused": late}
         finally:
             self._asking.pop(order.id, None)

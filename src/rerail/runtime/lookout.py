@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from rerail.config import Settings
+from rerail.detect.kernel_log import KernelLog, victim_of
 from rerail.detect.monitor import AGENT, SOURCE, Found
 from rerail.flow import Signal, new_id
 from rerail.runtime.processes import say
@@ -81,6 +82,7 @@ class Lookout:
                 self._tell(self._signal(msgspec.json.decode(line, type=Found)))
 
     def _signal(self, found: Found) -> Signal:
+        victim = victim_of(found.text) if found.detector == KernelLog.name else 0
         return Signal(
             id=new_id("sig"),
             job=self._job,
@@ -93,6 +95,7 @@ class Lookout:
                 "subject": found.subject,
                 "evidence": found.text,
                 "over": found.over,
+                **({"victim": victim} if victim else {}),
             },
         )
 

@@ -4,13 +4,15 @@ Called by `runtime.server` for `POST /faults` and by `detect.dropbox` for files.
 
     {"sender": "dcgm", "code": "gpu.xid.79", "node": "", "subject": "gpu3", "text": "fell off the bus", "over": false, "at": 0}
 
-Only `sender` and `code` are needed; a list of such objects will do, too.
+Only `sender` and `code` are needed; a list of such objects will do, too. A fault that the user of the job has switched off
+(`fault_levels`) is nobody's mistake: it is passed over, and named in the answer.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 
@@ -68,15 +70,30 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         }
 
 
-class Desk:
-    """Checks what is handed in."""
+class Taken(NamedTuple):
+    """What became of one request."""
 
-    def __init__(self, senders: str, catalog: Catalog, per_minute: int = 0) -> None:
+    faults: list[Reported]
+    off: list[str]
+    """Codes of faults that are switched off in this job."""
+
+    def answer(self) -> dict[str, object]:
+        """For whoever sent it."""
+        if not self.off:
+            return {"accepted": len(self.faults)}
+        note = "switched off in this job by the setting fault_levels: neither told nor written down"
+        return {"accepted": len(self.faults), "switched_off": self.off, "note": note}
+
+
+class Desk:
+    """Checks what is handed in. `off` holds what the user does not want to hear of."""
+
+    def __init__(self, senders: str, catalog: Catalog, per_minute: int = 0, off: Catalog | None = None) -> None:
         self.senders = frozenset(name.strip() for name in senders.split(",") if name.strip())
-        self._catalog, self._per_minute = catalog, per_minute
+        self._catalog, self._per_minute, self._off = catalog, per_minute, off or Catalog(())
         self._minute, self._taken = 0, 0
 
-    def take(self, body: bytes, nodes: Collection[str], here: str, now: float, written: float = 0.0) -> list[Reported]:
+    def take(self, body: bytes, nodes: Collection[str], here: str, now: float, written: float = 0.0) -> Taken:
         """The faults in it, in the catalogue's own words. `here` is the node meant when none is named, `written` the time
         where none is given: that of the file, else now."""
         if not self.senders:
@@ -89,7 +106,8 @@ class Desk:
         if self._per_minute and self._taken + len(faults) > self._per_minute:
             raise Refused(429, f"more than {self._per_minute} faults in one minute; try again in the next")
         self._taken += len(faults)
-        return faults
+        off = {one.code for one in faults if self._off.get(one.code) is not None}
+        return Taken([one for one in faults if one.code not in off], sorted(off))
 
     def _checked(self, row: msgspec.Raw, where: str, nodes: Collection[str], here: str, now: float) -> Reported:
         try:
@@ -118,7 +136,7 @@ class Desk:
         )
 
     def _fault(self, word: str, where: str) -> Fault:
-        fault = self._catalog.find(word)
+        fault = self._catalog.find(word) or self._off.find(word)
         if fault is None:
             word = _clean(word, NAME_LIMIT)
             known = [name for one in self._catalog.faults for name in (one.code, *one.aliases)]

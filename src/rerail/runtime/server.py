@@ -32,6 +32,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rerail.config import JobSpec, Settings
+from rerail.detect.levels import Levels
 from rerail.detect.monitor import SOURCE
 from rerail.errors import JournalError, UsageError, WireError
 from rerail.runtime.controller import Controller, Inbound
@@ -78,7 +79,9 @@ class Door:
 
     def __init__(self, controller: Controller, token: str) -> None:
         self._controller, self._token = controller, token
-        self._desk = Desk(controller.settings.fault_senders, controller.classifier.catalog, PER_MINUTE)
+        settings = controller.settings
+        off = Levels.of(settings).switched_off()
+        self._desk = Desk(settings.fault_senders, controller.classifier.catalog, PER_MINUTE, off)
         self.open_links = 0
         self.empty = asyncio.Event()
         self.empty.set()
@@ -133,10 +136,10 @@ class Door:
             found = self._desk.take(await _body(request), nodes, here, time.time())
         except Refused as error:
             return JSONResponse({"error": str(error)}, error.status)
-        for one in found:
+        for one in found.faults:
             told = controller.intake.signal(SOURCE, one.node, -1, one.at)
             controller.inbox.put_nowait(Sighting(msgspec.structs.replace(told, payload=one.payload())))
-        return JSONResponse({"accepted": len(found)}, 202)
+        return JSONResponse(found.answer(), 202 if found.faults else 200)
 
     async def inject(self, request: Request) -> Response:
         """Break something on purpose; the answer comes when it is done."""

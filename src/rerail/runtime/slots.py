@@ -6,6 +6,7 @@ handed to the successor. Called by `runtime.agent` and `runtime.watch`.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from rerail.runtime.children import Child
@@ -24,6 +25,7 @@ class Slot:
         self.rank = -1
         self.generation = 0
         self.child: Child | None = None
+        self._filled = time.monotonic()
         self.error_file = Path()
         self.joined = False
         self.replaceable = False
@@ -48,6 +50,7 @@ class Slot:
         self.clock.owner = assignment.rank
         self.rank, self.generation = assignment.rank, assignment.generation
         self.child, self.error_file = child, error_file
+        self._filled = time.monotonic()
         self.joined = self.replaceable = self.formed = self.resumed = False
         self.state = "starting"
         self.newcomer = assignment.newcomer
@@ -59,6 +62,11 @@ class Slot:
     @property
     def running(self) -> bool:
         return self.child is not None and self.child.alive
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its process was made this rank."""
+        return time.monotonic() - self._filled
 
     @property
     def version(self) -> int:
