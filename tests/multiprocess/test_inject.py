@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_a_slow_rank_slows_the_job_by_its_factor_and_for_its_time(begin: Begin) 
     assert [one.source for one in recorded(run)] == ["inject", "inject.over"]
     assert seconds(20) < slowed / 2
     assert not run.reports(), "slow is no fault"
+
+
+def test_the_report_of_a_hang_shows_what_torchs_flight_recorder_says(begin: Begin) -> None:
+    """Before and after a repair: the new wires number their collectives from one again."""
+    run = begin(80, sleep=0.02)
+    for incident in (1, 2):
+        run.inject("hang", "--rank", "1")
+        run.until(lambda seen=incident: len(run.pids[1]) > seen, "a new rank 1")
+        run.reach(max(run.steps.values()) + 3)
+    run.finish()
+    told = [one.evidence[1] for one in run.records("diagnosis") if one.code == "process.hung"]
+    assert len(told) == 2, run.reports()
+    for line in told:
+        assert re.fullmatch(
+            r"flight recorder: rank 1 has not begun \w+ #\d+ of group default \(.*\), which rank 0 waits in", line
+        ), told
 
 
 def test_a_rank_that_sleeps_for_a_while_or_ends_by_itself(begin: Begin) -> None:

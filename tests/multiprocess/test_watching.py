@@ -70,6 +70,40 @@ def test_a_slow_rank_is_named(start: Start) -> None:
     assert awaited(run, "training.straggler_compute", 120.0).rank == 2
 
 
+APART = """
+import os
+from pathlib import Path
+import torch, torch.distributed as dist, rerail
+job = rerail.join()
+groups = [dist.new_group([0, 1]) for _ in range(2)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+job.track(model=model, optimizer=optimizer)
+mark = Path(os.environ["TEST_DIR"], f"mark{job.rank}")
+for _ in job.steps(range(20), until=20):
+    with job.step():
+        if job.version == 10 and not mark.exists():
+            mark.touch()
+            dist.all_reduce(torch.ones(3 + job.rank), group=groups[job.rank])
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+"""Once, each rank calls a group in which the other never comes."""
+
+
+def test_when_all_ranks_wait_the_flight_recorder_tells_who_has_not_come_where(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "apart.py"
+    script.write_text(APART)
+    run = start(ranks=2, script=script)
+    run.finish()
+    (stalled,) = events(run, "collective.stalled")
+    assert [line for line in stalled.evidence.splitlines() if line.startswith("flight recorder: ")] == [
+        "flight recorder: rank 1 has not begun all_reduce #1 of group 1 (3), which rank 0 waits in",
+        "flight recorder: rank 0 has not begun all_reduce #1 of group 2 (4), which rank 1 waits in",
+    ], stalled
+
+
 @pytest.mark.skipif(not os.access(KMSG, os.W_OK), reason="/dev/kmsg cannot be written: not root, or a container")
 @pytest.mark.parametrize(("own", "cause"), [(True, "memory.oom_global"), (False, "process.killed")])
 def test_what_the_kernel_says_of_a_killed_rank_is_its_root_cause(start: Start, own: bool, cause: str) -> None:

@@ -63,13 +63,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def payload_of(verdict: Verdict, stack: str = "") -> dict[str, str | int | float | bool]:
-    """Of the signal that tells of it; `stack` is where the process stands, innermost frame first."""
+    """Of the signal that tells of it; `stack` is where the process stands, from `runtime.flight`."""
     stalled, evidence = round(verdict.stalled_s, 3), verdict.evidence + (f"\n{stack}" if stack else "")
     return {"evidence": evidence, "stalled_s": stalled, "state": verdict.state, "kind": verdict.kind}
 
 
-def stalled_payload(node: str, waited: float, ranks: dict[int, Reading]) -> dict[str, str | int | float | bool]:
-    """Of the signal that all ranks of a node wait: which has begun how many collectives, and what each waits in."""
+def stalled_payload(
+    node: str, waited: float, ranks: dict[int, Reading], told: str = ""
+) -> dict[str, str | int | float | bool]:
+    """Of the signal that all ranks of a node wait: which has begun how many collectives, and what each waits in;
+    `told` is what their flight recorders say."""
     waiting: dict[str, list[int]] = {}
     for rank, reading in ranks.items():
         waiting.setdefault(reading.collective or "a collective", []).append(rank)
@@ -77,7 +80,8 @@ def stalled_payload(node: str, waited: float, ranks: dict[int, Reading]) -> dict
         f"{name} on rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}" for name, some in waiting.items()
     )
     return {
-        "evidence": f"all {len(ranks)} ranks of {node} have waited for {waited:.1f} s: {each}",
+        "evidence": f"all {len(ranks)} ranks of {node} have waited for {waited:.1f} s: {each}"
+        + (f"\n{told}" if told else ""),
         "stalled_s": round(waited, 3),
         "collectives": ",".join(f"{rank}:{reading.collectives}" for rank, reading in ranks.items()),
     }

@@ -25,7 +25,7 @@ from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
 from rerail.errors import RerailError
 from rerail.flow import Signal, new_id
-from rerail.runtime import memory, numa, processes, stacks, wire
+from rerail.runtime import flight, memory, numa, processes, wire
 from rerail.runtime.children import Child, child_spec, end_all, needs_local_rank, virtual_device
 from rerail.runtime.clock import Reading
 from rerail.runtime.gauges import Gauges
@@ -219,13 +219,15 @@ class Agent:
 
     async def _hung(self, slot: Slot, verdict: hang.Verdict) -> None:
         child = slot.child
-        stack = await stacks.ask(child.pid, slot.error_file) if child and slot.joined and slot.error_file else ""
+        stack = await flight.where(slot, self.slots)
         if slot.child is child:
             slot.unsettled = self._observe(hang.SOURCE, slot, hang.payload_of(verdict, stack), verdict.stalled_s)
 
-    def _stalled(self, waited: float, readings: list[Reading]) -> None:
+    async def _stalled(self, waited: float, readings: list[Reading]) -> None:
         ranks = {slot.rank: reading for slot, reading in zip(self.slots, readings, strict=True)}
-        self._observe(hang.STALLED_SOURCE, None, hang.stalled_payload(self.node, waited, ranks), waited)
+        generation, told = self.slots[0].generation, await flight.ask(self.slots)
+        if self.slots[0].generation == generation:
+            self._observe(hang.STALLED_SOURCE, None, hang.stalled_payload(self.node, waited, ranks, told), waited)
 
     def _observe(self, source: str, slot: Slot | None, payload: Payload, age_s: float = 0.0) -> wire.Observed:
         message = wire.Observed(signal=self._signal(source, slot, payload), age_s=round(age_s, 3))

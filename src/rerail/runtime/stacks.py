@@ -18,6 +18,8 @@ ANSWER_S = 0.1
 FRAMES = 12
 """Of the main thread that are shown: the innermost."""
 NAME = "stacks.txt"
+FLIGHT, FLIGHT_ASK = "flight.json", "flight.ask"
+"""Answer and question of `runtime.flight` and `session.flight`, in the same folder."""
 
 
 def answer(error_file: str) -> None:

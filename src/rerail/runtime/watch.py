@@ -65,7 +65,7 @@ class Watch:
         settings: Settings,
         slots: Sequence[Slot],
         hung: Callable[[Slot, Verdict], Coroutine[None, None, None]],
-        stalled: Callable[[float, list[Reading]], None],
+        stalled: Callable[[float, list[Reading]], Coroutine[None, None, None]],
     ) -> None:
         self._settings = settings
         self._slots = slots
@@ -104,8 +104,7 @@ class Watch:
             verdict = judge(reading, self._facts(slot, seen, reading, now), self._settings)
             if verdict is not None and (slot.rank, slot.generation) not in self._reported:
                 self._reported.add((slot.rank, slot.generation))
-                self._telling.add(told := asyncio.ensure_future(self._hung(slot, verdict)))
-                told.add_done_callback(self._telling.discard)
+                self._tell(self._hung(slot, verdict))
             if slot.joined:
                 readings.append(reading)
                 watched = min(watched, now - seen.since)
@@ -137,4 +136,8 @@ class Watch:
         key = (max(reading.generation for reading in readings), min(reading.collectives for reading in readings))
         if waited > 0.0 and key != self._stall_reported:
             self._stall_reported = key
-            self._stalled(waited, readings)
+            self._tell(self._stalled(waited, readings))
+
+    def _tell(self, telling: Coroutine[None, None, None]) -> None:
+        self._telling.add(told := asyncio.ensure_future(telling))
+        told.add_done_callback(self._telling.discard)

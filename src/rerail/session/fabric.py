@@ -68,6 +68,10 @@ class Fabric:
         self.on_failure: Callable[[str], None] = lambda text: None
         self.collectives = 0
         """Begun since the generation was formed."""
+        self.formed_ns = 0
+        """When the generation was formed (wall clock): torch's record of collectives goes further back."""
+        self.aborted = False
+        """Whether wires of NCCL have been aborted in this process."""
         self.wanted = -1
         """The newest generation an interrupt asked for. Nothing older is formed any more."""
         self.cuts = 0
@@ -254,6 +258,7 @@ class Fabric:
             self.interrupted = self.rehearsing = False
             self.cuts = 0
             self._newest = None
+            self.formed_ns = time.time_ns()
             self.mode = Mode.LIVE
 
     def _lay(self, generation: int, meet: Callable[[], Store]) -> list[tuple[ReplaceableGroup, Wires]]:

@@ -125,6 +125,7 @@ class ReplaceableGroup(ProcessGroup):
                 for device_type in [device] if len(parts) > 1 else ["cpu", "cuda"]:
                     inner._register_backend(torch.device(device_type), _Type.GLOO, backend)
         inner._set_default_backend(_Type.NCCL if nccl is not None else _Type.GLOO)
+        inner._set_group_name(GroupName(self.key))  # by which the flight recorder knows it
         return Wires(inner, connections, nccl)
 
     def adopt(self, wires: Wires) -> None:
@@ -157,6 +158,7 @@ class ReplaceableGroup(ProcessGroup):
         sockets.cut(connections)
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
+            fabric.aborted = True
             with contextlib.suppress(RuntimeError):
                 nccl.abort()
 

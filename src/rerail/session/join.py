@@ -19,7 +19,7 @@ from rerail.config import settings_of_rank
 from rerail.errors import JobStopped
 from rerail.runtime import stacks
 from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, Warm
-from rerail.session import groups, waiting
+from rerail.session import flight, groups, waiting
 from rerail.session.c10d import HashStore
 from rerail.session.fabric import fabric, hearing
 from rerail.session.job import Job, Place
@@ -110,6 +110,7 @@ def _wire_up(link: AgentLink, assignment: Assign) -> None:
     link.on_interrupt = on_interrupt
     link.collectives = lambda: (fabric.pending_since(), fabric.collectives, fabric.newest_name)
     fabric.on_failure = on_failure
+    link.at_beat = flight.answer(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) or link.at_beat
 
 
 def _form_first(link: AgentLink, assignment: Assign) -> None:

@@ -41,6 +41,8 @@ class AgentLink:
         self.collectives: Callable[[], tuple[int, int, str]] = lambda: (0, 0, "")
         """When the newest unfinished collective began (monotonic ns; 0: there is none), how many have begun, and what it is.
         Asked by the beat thread."""
+        self.at_beat: Callable[[int], None] = lambda begun: None
+        """Called after every beat with how many collectives have begun; must return at once."""
         self.newest_interrupt: Interrupt | None = None
         self.stop: Stop | None = None
         self.injections: deque[Inject] = deque()
@@ -107,7 +109,9 @@ class AgentLink:
 
         def beat() -> None:
             while not never.wait(every_s):
-                clock.beat(*self.collectives())
+                since, begun, name = self.collectives()
+                clock.beat(since, begun, name)
+                self.at_beat(begun)
 
         clock.beat()
         threading.Thread(target=beat, name="rerail-beat", daemon=True).start()
