@@ -23,6 +23,7 @@ import xxhash
 from rerail.errors import UsageError
 from rerail.faults.lines import take_apart
 from rerail.faults.matcher import Matcher, plain
+from rerail.faults.quotes import said_after
 from rerail.faults.sightings import Sighting, sightings
 from rerail.flow import Role
 
@@ -176,6 +177,9 @@ class Reader:
 
     def _look(self, block: bytes, start: int, end: int, number: int, file: _File) -> Iterator[Sighting]:
         text = block[start:end].decode("utf-8", "replace").rstrip("\r\n")
+        begins = block.rfind(b"\n", max(0, start - OVERLAP), start) + 1 or max(0, start - OVERLAP)
+        if begins < start:  # the line is too long to be looked at as a whole
+            text = said_after(block[begins:start].decode("utf-8", "replace"), text)
         for sighting in sightings(self._matcher, text, file=file.name, number=number, rank=file.rank):
             if not file.wants(sighting):
                 continue
