@@ -41,6 +41,8 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """Since when: as in `faults.lines`, or `uptime` of the machine."""
     order: int = 0
     """Place among all that was read: later in a file is larger."""
+    summary: str = ""
+    """Where a launcher's closing summary shows it: `listed` among the failures, or as the `root` of them."""
 
 
 def sightings(matcher: Matcher, raw: str, *, file: str = "", number: int = 0, rank: int = -1) -> list[Sighting]:
