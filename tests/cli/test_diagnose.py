@@ -452,6 +452,23 @@ def test_a_bad_file_of_faults_is_named(tmp_path: Path, text: str | None, complai
     assert done.returncode == 2 and not done.stdout and complaint in done.stderr, done.stderr
 
 
+def test_the_settings_of_the_folder_hold_here_too(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(OWN)
+    (tmp_path / "rerail.toml").write_text('fault_files = "own.toml"\nfault_levels = "cuda.oom=off"\n')
+    log(tmp_path / "a.log", OOM, "flux capacitor lost")
+    done = diagnose("--json", "a.log", cwd=tmp_path)
+    body = json.loads(done.stdout)
+    assert body["root"]["code"] == "own.flux" and "cuda.oom" not in {echo["code"] for echo in body["echoes"]}
+    assert "fault_files own.toml; fault_levels cuda.oom=off" in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "rerail.toml").write_text('fault_files = "gone.toml"\n')
+    done = diagnose("a.log", cwd=tmp_path)
+    assert done.returncode == 2 and "gone.toml cannot be read" in done.stderr and not done.stdout
+
+
+def test_counts_of_one_are_said_as_one(tmp_path: Path) -> None:
+    assert diagnose(log(tmp_path / "a.log", "all is well")).stdout == "nothing wrong found in 1 line\n"
+
+
 def test_wrong_arguments_are_a_usage_error(tmp_path: Path) -> None:
     for args in ((), ("--colour", "red"), (tmp_path / "none.log",)):
         assert diagnose(*args).returncode == 2

@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from rerail.config import listed
 from rerail.errors import WireError
 from rerail.faults.catalog import Catalog, Fault
 from rerail.flow import Role
@@ -72,7 +73,7 @@ class Desk:
     """Checks what is handed in."""
 
     def __init__(self, senders: str, catalog: Catalog, per_minute: int = 0) -> None:
-        self.senders = frozenset(name.strip() for name in senders.split(",") if name.strip())
+        self.senders = frozenset(listed(senders))
         self._catalog, self._per_minute = catalog, per_minute
         self._minute, self._taken = 0, 0
 
