@@ -109,7 +109,7 @@ def as_text(verdict: Verdict, reader: Reader, *, everything: bool) -> str:
     for index, echo in enumerate(shown):
         lines.append(_row("" if index else "also seen", _echo(echo)))
     if len(shown) < len(verdict.echoes):
-        lines.append(_row("", f"and {counted(len(verdict.echoes) - len(shown), 'more kind')} (--all lists all)"))
+        lines.append(_row("", f"and {counted(len(verdict.echoes) - len(shown), 'more kind')} (--all lists them)"))
     return "\n".join(lines)
 
 
