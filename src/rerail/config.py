@@ -6,7 +6,7 @@ Called by `cli.run`, `runtime.launcher`, the controller and the agents.
 
 from __future__ import annotations
 
-import difflib
+import fnmatch
 import os
 import re
 import tomllib
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rerail.errors import ConfigError
+from rerail.wording import guess
 
 DEPOTS = "RERAIL_DEPOTS"
 """In a rank's environment: host:port of every node's depot, in the order of the nodes."""
@@ -28,8 +29,49 @@ DEPOT_KEY = "RERAIL_DEPOT_KEY"
 """In a rank's environment: what it needs to know to be let in there."""
 INJECT = "RERAIL_INJECT"
 """In the environment of all processes of a job: 1 where faults may be injected (`rerail inject`)."""
+FILE = "rerail.toml"
+DROP_DIR = "RERAIL_DROP_DIR"
+"""In the environment: the directory into which other systems of this node put faults (`detect.dropbox`)."""
+DETECTORS = (
+    "amd",
+    "ascend",
+    "dropbox",
+    "host.bonds",
+    "host.clock",
+    "host.cpu",
+    "host.cpu.throttle",
+    "host.device_files",
+    "host.drives",
+    "host.kernel",
+    "host.limits",
+    "host.memory.cgroup",
+    "host.memory.edac",
+    "host.memory.use",
+    "host.modules",
+    "host.mounts",
+    "host.net",
+    "host.pci",
+    "host.pressure",
+    "host.rdma",
+    "host.sensors",
+    "host.services",
+    "host.smart",
+    "host.space",
+    "host.tcp",
+    "kernel_log",
+    "notice.aws",
+    "notice.azure",
+    "notice.files",
+    "notice.gcp",
+    "notice.kubernetes",
+    "notice.slurm",
+    "nvidia",
+    "nvidia.xid",
+)
+"""Names of all detectors and watchers, for `detectors_off`."""
 CLOUDS = ("aws", "gcp", "azure")
 """Whose metadata services tell of what is going to happen to a machine."""
+_SENDER = re.compile(r"[A-Za-z0-9][\w.@:/-]{0,127}", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -161,6 +203,12 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ,
     return settings
 
 
+def settings_file() -> Path | None:
+    """`rerail.toml` in the current folder, if there is one."""
+    path = Path(FILE)
+    return path if path.is_file() else None
+
+
 def settings_of_rank(env: Mapping[str, str] = os.environ) -> Settings:
     """The settings of the job this process is a rank of; the agent hands them down. Defaults outside `rerail run`."""
     handed = env.get("RERAIL_SETTINGS", "")
@@ -177,9 +225,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     known = [field.name for field in msgspec.structs.fields(Settings)]
     for name in values:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{path}: unknown setting {name!r}{hint}")
+            raise ConfigError(f"{path}: unknown setting {name!r}{guess(name, known)}")
     return values
 
 
@@ -217,12 +263,47 @@ def _bytes(size: str) -> int | None:
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
+def listed(text: str) -> list[str]:
+    """Items of a setting that has several, with commas or line ends between them."""
+    return [item.strip() for item in text.replace("\n", ",").split(",") if item.strip()]
+
+
+def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse a directory for dropped faults that cannot be used, before anything is started."""
+    folder = env.get(DROP_DIR, "")
+    if not folder:
+        return
+    if not os.path.isdir(folder):
+        what = "is a file" if os.path.exists(folder) else "does not exist"
+        raise ConfigError(
+            f"environment variable {DROP_DIR}: {folder} {what}, but a directory is needed; make it, or unset it"
+        )
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"environment variable {DROP_DIR}: {folder} cannot be read and written by this user (faults are removed when taken); "
+            "change its mode, or unset it"
+        )
+
+
 def _check_ranges(settings: Settings) -> None:
     if settings.node_store:
         node_memory(settings.node_store)
     if settings.snapshot_memory:
         bytes_of(settings.snapshot_memory)
-    for item in filter(None, map(str.strip, settings.notice_files.split(","))):
+    for item in listed(settings.detectors_off):
+        if not fnmatch.filter(DETECTORS, item):
+            known = f"; did you mean {item}.*?" if fnmatch.filter(DETECTORS, f"{item}.*") else guess(item, DETECTORS)
+            raise ConfigError(
+                f"setting detectors_off: there is no detector {item!r}{known or f' (there are: {chr(32).join(DETECTORS)})'}"
+            )
+    for item in listed(settings.fault_senders):
+        if not _SENDER.fullmatch(item):
+            parts = ", ".join(_SENDER.findall(item)) or "dcgm, gpud"
+            raise ConfigError(
+                f"setting fault_senders: {item!r} is no name of a sender (letters, digits and . _ - @ : /, with commas between "
+                f"names); did you mean {parts}?"
+            )
+    for item in listed(settings.notice_files):
         if item not in CLOUDS and not item.startswith("/"):
             raise ConfigError(
                 f"setting notice_files: {item!r} is neither an absolute file nor one of {', '.join(CLOUDS)}"

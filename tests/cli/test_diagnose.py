@@ -250,6 +250,58 @@ def test_lines_of_containers(tmp_path: Path) -> None:
     assert verdict(docker)["root"]["rank"] == 1
 
 
+@pytest.mark.parametrize(("mark", "coding"), [(b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")])
+def test_logs_in_utf_16(tmp_path: Path, mark: bytes, coding: str) -> None:
+    data = mark + "\r\n".join([*steps(50_000), "gruß 😀", f"[rank2]: {OOM}", ""]).encode(coding)
+    file = tmp_path / "train.log"
+    file.write_bytes(data)
+    root = verdict(file)["root"]
+    assert (root["code"], root["line"], root["rank"]) == ("cuda.oom", 50_002, 2)
+    assert verdict("-", stdin=gzip.compress(data + b"\x41"))["root"]["line"] == 50_002, "packed, and cut in a character"
+    file.write_bytes(mark)
+    assert verdict(file)["root"] is None
+
+
+SUMMARY = """\
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-02_10:00:02
+  rank      : 13 (local_rank: 5)
+  exitcode  : {status} (pid: 912)
+  traceback : {said}
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-02_10:00:01
+  rank      : 11 (local_rank: 3)
+  exitcode  : {status} (pid: 910)
+  traceback : {said}
+============================================================"""
+
+
+def test_torchruns_summary_names_the_rank(tmp_path: Path) -> None:
+    killed = SUMMARY.format(status=-9, said="Signal 9 (SIGKILL) received by PID 910")
+    root = verdict(log(tmp_path / "summary.log", killed))["root"]
+    assert (root["code"], root["rank"], root["ranks"], root["line"]) == ("process.killed", 11, [11, 13], 15)
+    launcher = "E0302 10:11:12.000000 812 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 3 (pid: 910)"
+    root = verdict(log(tmp_path / "whole.log", launcher, killed))["root"]
+    assert (root["rank"], root["ranks"], root["line"]) == (11, [11, 13], 1), "3 is its number on its node"
+    said = SUMMARY.format(status=1, said="To enable traceback see: https://pytorch.org")
+    assert verdict(log(tmp_path / "oom.log", OOM, said))["root"]["rank"] == 11, "nothing else says whose it was"
+    assert verdict(log(tmp_path / "named.log", f"[rank2]: {OOM}", said))["root"]["rank"] == 2
+    assert verdict(log(tmp_path / "after.log", *steps(2), said, OOM))["root"]["rank"] is None
+
+
+def test_data_that_quotes_errors_is_no_alarm(tmp_path: Path) -> None:
+    long = json.dumps({"text": "word " * 5000 + OOM + " word" * 5000, "id": 7})
+    said = [f'prompt: "{OOM}"', json.dumps({"prompt": OOM, "completion": "x"}), long]
+    assert verdict(log(tmp_path / "a.log", *steps(3), *said))["root"] is None
+    assert verdict(log(tmp_path / "b.log", *said, json.dumps({"log": f"{OOM}\n"})))["root"]["line"] == 4
+
+
 # --- size ---
 
 
@@ -398,6 +450,23 @@ def test_a_bad_file_of_faults_is_named(tmp_path: Path, text: str | None, complai
         catalog.write_bytes(text.encode("utf-8", "surrogateescape"))
     done = diagnose("--faults", catalog, log(tmp_path / "a.log", OOM))
     assert done.returncode == 2 and not done.stdout and complaint in done.stderr, done.stderr
+
+
+def test_the_settings_of_the_folder_hold_here_too(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(OWN)
+    (tmp_path / "rerail.toml").write_text('fault_files = "own.toml"\nfault_levels = "cuda.oom=off"\n')
+    log(tmp_path / "a.log", OOM, "flux capacitor lost")
+    done = diagnose("--json", "a.log", cwd=tmp_path)
+    body = json.loads(done.stdout)
+    assert body["root"]["code"] == "own.flux" and "cuda.oom" not in {echo["code"] for echo in body["echoes"]}
+    assert "fault_files own.toml; fault_levels cuda.oom=off" in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "rerail.toml").write_text('fault_files = "gone.toml"\n')
+    done = diagnose("a.log", cwd=tmp_path)
+    assert done.returncode == 2 and "gone.toml cannot be read" in done.stderr and not done.stdout
+
+
+def test_counts_of_one_are_said_as_one(tmp_path: Path) -> None:
+    assert diagnose(log(tmp_path / "a.log", "all is well")).stdout == "nothing wrong found in 1 line\n"
 
 
 def test_wrong_arguments_are_a_usage_error(tmp_path: Path) -> None:

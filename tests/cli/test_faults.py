@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ near_misses = ["flux capacitor fine"]
 """
 
 
-def faults(*args: object, stdin: bytes = b"", check: int | None = None) -> tuple[int, str, str]:
+def faults(
+    *args: object, stdin: bytes = b"", check: int | None = None, cwd: Path | None = None, **env: str
+) -> tuple[int, str, str]:
     command = [
         sys.executable,
         "-m",
@@ -33,7 +36,9 @@ def faults(*args: object, stdin: bytes = b"", check: int | None = None) -> tuple
         "faults",
         *(a if isinstance(a, bytes) else str(a) for a in args),
     ]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, timeout=60, check=False, cwd=cwd, env={**os.environ, **env}
+    )
     out, err = done.stdout.decode(), done.stderr.decode()
     assert "Traceback" not in err, err
     assert check is None or done.returncode == check, f"exit code {done.returncode}, not {check}: {out}{err}"
@@ -62,7 +67,7 @@ def test_the_list_is_sorted_counted_and_of_the_form_code_severity_handling_title
 @pytest.mark.parametrize("word", ["xid.79", "XID-79", "fallen off the bus"])
 def test_the_list_is_searched_by_code_alias_and_title(word: str) -> None:
     _, out, err = faults("list", word, check=0)
-    assert "gpu.xid.79" in [line.split()[0] for line in out.splitlines()] and "faults: " in err
+    assert "gpu.xid.79" in [line.split()[0] for line in out.splitlines()] and " of hardware, " in err
 
 
 def test_a_search_without_a_result_is_empty_and_no_error() -> None:
@@ -144,7 +149,7 @@ def test_own_faults_are_listed_shown_and_matched(own: Path) -> None:
 
 
 def test_a_good_file_has_no_problems(own: Path) -> None:
-    assert faults("check", own, check=0)[1] == "1 faults, 0 problems\n"
+    assert faults("check", own, check=0)[1] == "1 fault, 0 problems\n"
 
 
 def test_replacing_a_shipped_fault_is_allowed_and_told(own: Path) -> None:
@@ -170,7 +175,84 @@ def test_each_problem_is_named_with_file_and_entry(own: Path, old: str, new: str
     own.write_text(OWN.replace(old, new))
     _, out, _ = faults("check", own, check=1)
     assert problem in out and "own.toml" in out, out
-    assert out.splitlines()[-1].startswith("1 faults, ")
+    assert out.splitlines()[-1].startswith("1 fault, ")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            'severity = "criticl"',
+            "severity 'criticl' is not one of info warning degraded error critical; did you mean critical?",
+        ),
+        (
+            'role = "sympton"',
+            "role 'sympton' is not one of root symptom confirmation clear benign; did you mean symptom?",
+        ),
+        ('action = "drain"', "action 'drain' is not one of ignore retry_in_place"),
+        ('then = "humans"', "did you mean human?"),
+        ('severty = "error"', "there is no field 'severty'; did you mean severity?"),
+    ],
+)
+def test_a_word_that_is_none_is_met_with_those_there_are(own: Path, line: str, says: str) -> None:
+    own.write_text(OWN + line)
+    assert says in faults("check", own, check=2)[2]
+    assert says in faults("list", "--faults", own, check=2)[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('scope = "proces"', "scope 'proces' is not one of process device link node job; did you mean process?"),
+        ('caused_by = ["gpu.xdi.79"]', "caused_by 'gpu.xdi.79' names no fault that is known; did you mean gpu.xid."),
+        ('caused_by = ["cuda.*", "qqq.*"]', "caused_by 'qqq.*' names no fault that is known (rerail faults list)"),
+        (
+            'role = "clear"\nclears = ["own.flx"]',
+            "clears 'own.flx' names no fault that is known; did you mean own.flux?",
+        ),
+    ],
+)
+def test_words_and_causes_that_are_none_are_refused_by_check_and_by_use(own: Path, line: str, says: str) -> None:
+    own.write_text(OWN + line)
+    _, out, _ = faults("check", own, check=1)
+    assert says in out and "own.toml: own.flux: " in out
+    _, _, err = faults("list", "--faults", own, check=2)
+    assert says in err and "own.toml, entry own.flux: " in err
+
+
+def test_causes_may_be_of_ones_own(own: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(
+        OWN.replace("own.flux", "own.pump").replace("flux", "pump") + 'caused_by = ["own.fl*", "gpu.xid.*"]'
+    )
+    faults("check", own, other, check=0)
+    faults("match", "pump capacitor out", "--faults", other, "--faults", own, check=0)
+    assert "'own.fl*'" in faults("check", other, check=1)[1]
+    assert faults("check", other, check=0, RERAIL_FAULT_FILES=str(own))[1] == "1 fault, 0 problems\n"
+
+
+# --- settings of the folder ---
+
+
+def test_the_settings_of_the_folder_hold_here_too(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "rerail.toml").write_text(
+        'fault_files = "own.toml"\nfault_levels = "cuda.oom=off, own.flux=critical"\n'
+    )
+    _, out, err = faults("match", "flux capacitor out", check=0, cwd=tmp_path)
+    assert out.startswith("own.flux  ") and err.count("\n") == 1
+    assert "settings used (rerail.toml and environment): fault_files own.toml; fault_levels cuda.oom=off" in err
+    assert "critical" in faults("show", "own.flux", check=0, cwd=tmp_path)[1]
+    assert "cuda.oom is switched off" in faults("show", "cuda.oom", check=2, cwd=tmp_path)[2]
+    assert "cuda.oom" not in faults("match", OOM, cwd=tmp_path)[1]
+    assert faults("match", OOM, check=0)[2] == "", "elsewhere nothing is set, and nothing is said"
+
+
+def test_bad_settings_are_told(tmp_path: Path) -> None:
+    assert "no/such.toml cannot be read" in faults("list", check=2, RERAIL_FAULT_FILES="no/such.toml")[2]
+    wrong = faults("list", check=2, RERAIL_FAULT_LEVELS="cuda.omm=off")[2]
+    assert "setting fault_levels: there is no fault 'cuda.omm'; did you mean cuda.oom?" in wrong
+    (tmp_path / "rerail.toml").write_text("fault_fils = 'x'\n")
+    assert "unknown setting 'fault_fils'; did you mean fault_files?" in faults("list", check=2, cwd=tmp_path)[2]
 
 
 def test_the_same_code_twice_is_a_problem(own: Path) -> None:

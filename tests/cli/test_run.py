@@ -185,6 +185,25 @@ def test_settings_by_precedence(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         settings_from(parsed("--config", "other.toml", "train.py"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RERAIL_DETECTORS_OFF", "host.smrt", "did you mean host.smart"),
+        ("RERAIL_FAULT_SENDERS", "dcgm gpud", "no name of a sender"),
+        ("RERAIL_DROP_DIR", "nowhere", "a directory is needed"),
+        ("RERAIL_FAULT_FILES", "own.toml", "caused_by 'cuda.omm' names no fault that is known; did you mean cuda.oom"),
+    ],
+)
+def test_settings_of_faults_are_refused_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
+    own = "[[fault]]\ncode = 'own.flux'\ntitle = 't'\nclass = 'gpu'\npattern = 'flux capacitor'\ncaused_by = ['cuda.omm']\n"
+    (folder / "own.toml").write_text(own)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RerailError, match=says):
+        settings_from(parsed("train.py"))
+
+
 def test_devices_are_counted_by_their_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "davinci0", "davinci_manager"):
         (tmp_path / name).touch()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rerail.config import Settings
+from rerail.config import DETECTORS, Settings, check_drop_dir, load_settings
+from rerail.detect.inventory import VENDORS, all_detectors, all_watchers, areas
+from rerail.detect.kernel_log import KernelLog
 from rerail.detect.levels import Level, Levels, parse
+from rerail.detect.notices import watchers
 from rerail.errors import ConfigError
 from rerail.faults.catalog import Fault
 from rerail.flow import Handling, Role, Severity
@@ -117,3 +121,49 @@ def test_what_is_switched_off_is_known_and_the_last_level_counts() -> None:
     off = levels.switched_off()
     assert off.get("gpu.xid.64") is not None and off.get("gpu.xid.63") is None and off.get("gpu.xid.79") is None
     assert levels.catalog().get("gpu.xid.64") is None
+
+
+def test_every_detector_is_known_by_name() -> None:
+    every = Settings(notice_files="aws, gcp, azure")
+    there = {one.name for one in (*all_detectors(), *all_watchers(), *watchers(every), KernelLog())}
+    usable = {name for name in there if name not in areas().values() or name in VENDORS}  # what cannot be imported
+    assert usable <= set(DETECTORS) and len(usable) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("detectors_off", "host.smrt", "there is no detector 'host.smrt'; did you mean host.smart?"),
+        ("detectors_off", "host.cpu, smart", "did you mean host.smart?"),
+        ("detectors_off", "host.memory", "did you mean host.memory.*?"),
+        ("detectors_off", "qqqqq", "(there are: amd ascend dropbox"),
+        ("fault_senders", "dcgm gpud", "'dcgm gpud' is no name of a sender"),
+        ("fault_senders", "dcgm;gpud", "did you mean dcgm, gpud?"),
+        ("fault_senders", "dcgm, *", "did you mean"),
+        ("fault_senders", "d" * 200, "is no name of a sender"),
+    ],
+)
+def test_names_that_are_none_are_refused(name: str, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"setting {name}: ") as caught:
+        load_settings(env={f"RERAIL_{name.upper()}": text})
+    assert says in str(caught.value)
+
+
+def test_names_that_are_some_are_taken() -> None:
+    env = {
+        "RERAIL_DETECTORS_OFF": "host.smart, nvidia*, notice.*\nkernel_log",
+        "RERAIL_FAULT_SENDERS": "dcgm, gpud@n-03, a/b:c",
+    }
+    assert load_settings(env=env).fault_senders == env["RERAIL_FAULT_SENDERS"]
+
+
+def test_a_directory_for_dropped_faults_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_drop_dir({})
+    check_drop_dir({"RERAIL_DROP_DIR": str(tmp_path)})
+    (tmp_path / "file").touch()
+    for name, says in (("file", "is a file, but a directory is needed"), ("none", "does not exist, but")):
+        with pytest.raises(ConfigError, match=f"RERAIL_DROP_DIR: .*{name} {says}"):
+            check_drop_dir({"RERAIL_DROP_DIR": str(tmp_path / name)})
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="cannot be read and written"):
+        check_drop_dir({"RERAIL_DROP_DIR": str(tmp_path)})

@@ -35,7 +35,7 @@ def signal(source: str, **payload: str | int | float | bool) -> Signal:
 
 
 def test_nothing_is_wrong_with_the_shipped_files() -> None:
-    assert problems(shipped(), whole=True) == []
+    assert problems(shipped()) == []
 
 
 def test_it_is_as_large_as_promised() -> None:
@@ -169,7 +169,7 @@ def test_bad_files_are_named(text: str) -> None:
     ],
 )
 def test_bad_entries_are_told_why(line: str, complaint: str) -> None:
-    assert any(complaint in text for text in problems(parse(ENTRY + line, "own.toml"), whole=False))
+    assert any(complaint in text for text in problems(parse(ENTRY + line, "own.toml")))
 
 
 def test_a_broken_cache_is_read_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

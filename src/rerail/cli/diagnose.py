@@ -9,17 +9,17 @@ import argparse
 import shutil
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rerail.cli.wishes import catalog_here
 from rerail.detect.logs import Reader, files_of
 from rerail.diagnose.cascade import Group, Verdict, judge
 from rerail.errors import UsageError
-from rerail.faults.catalog import load_catalog
 from rerail.faults.matcher import Matcher
 from rerail.faults.sightings import Sighting
+from rerail.wording import counted
 
 FOUND = 1
 LABEL = 13
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read everything, then judge."""
-    matcher = Matcher(load_catalog(Path(file) for file in args.faults).faults)
+    matcher = Matcher(catalog_here("diagnose", args.faults).faults)
     reader = Reader(matcher)
     found: list[Sighting] = []
     for name in args.logs:
@@ -92,7 +92,7 @@ def as_text(verdict: Verdict, reader: Reader, *, everything: bool) -> str:
     """For people: root, why, handling, confidence."""
     root = verdict.root
     if root is None:
-        return f"nothing wrong found in {reader.lines:,} lines"
+        return f"nothing wrong found in {counted(reader.lines, 'line')}"
     fault, first = root.fault, root.first
     rank = f" on rank {first.rank}" if first.rank >= 0 else ""
     lines = [
@@ -109,7 +109,7 @@ def as_text(verdict: Verdict, reader: Reader, *, everything: bool) -> str:
     for index, echo in enumerate(shown):
         lines.append(_row("" if index else "also seen", _echo(echo)))
     if len(shown) < len(verdict.echoes):
-        lines.append(_row("", f"and {len(verdict.echoes) - len(shown)} more kinds (--all lists them)"))
+        lines.append(_row("", f"and {counted(len(verdict.echoes) - len(shown), 'more kind')} (--all lists them)"))
     return "\n".join(lines)
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import msgspec
 
+from rerail.cli.wishes import catalog_here, levels_here
 from rerail.errors import UsageError
 from rerail.faults.catalog import Catalog, Fault, Sample, load_catalog
 from rerail.faults.catalog import parse as entries_of
 from rerail.faults.check import problems
 from rerail.faults.matcher import Matcher, plain
 from rerail.faults.sightings import sightings
+from rerail.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """One of the four."""
     if args.what == "check":
         return _check(args.file)
-    catalog = load_catalog(Path(file) for file in args.faults)
-    return {"list": _list, "show": _show, "match": _match}[args.what](args, catalog)
+    return {"list": _list, "show": _show, "match": _match}[args.what](args, catalog_here("faults", args.faults))
 
 
 def _list(args: argparse.Namespace, catalog: Catalog) -> int:
@@ -63,13 +64,18 @@ def _list(args: argparse.Namespace, catalog: Catalog) -> int:
     for fault in sorted(chosen, key=lambda fault: fault.code):
         print(f"{fault.code:<{width}}  {fault.severity:<8}  {fault.action:<15}  {fault.title}")
     hardware = sum(fault.hardware for fault in chosen)
-    print(f"{len(chosen)} faults: {hardware} of hardware, {len(chosen) - hardware} of software", file=sys.stderr)
+    print(
+        f"{counted(len(chosen), 'fault')}: {hardware} of hardware, {len(chosen) - hardware} of software",
+        file=sys.stderr,
+    )
     return 0
 
 
 def _show(args: argparse.Namespace, catalog: Catalog) -> int:
     fault = catalog.find(args.code)
     if fault is None:
+        if (hidden := load_catalog().find(args.code)) is not None:
+            raise UsageError(f"{hidden.code} is switched off by the setting fault_levels")
         close = difflib.get_close_matches(args.code, [one.code for one in catalog.faults], n=3)
         hint = f"did you mean: {', '.join(close)}" if close else "rerail faults list WORD searches"
         raise UsageError(f"there is no fault {args.code!r}", hint=hint)
@@ -119,17 +125,20 @@ def _match(args: argparse.Namespace, catalog: Catalog) -> int:
 
 def _check(files: list[str]) -> int:
     shipped = {fault.code for fault in load_catalog().faults}
+    given = {Path(file).resolve() for file in files}
+    others = [path for path in levels_here("faults").files if path.resolve() not in given]
+    known = {fault.code for fault in load_catalog(others).faults}
     faults: list[Fault] = []
     for file in files:
         try:
             faults += entries_of(Path(file).read_text(encoding="utf-8"), file)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{file} cannot be read: {error}") from error
-    found = problems(faults, whole=False)
+    found = problems(faults, known)
     for text in found:
         print(text)
     replaced = sorted({fault.code for fault in faults} & shipped)
     if replaced:
         print(f"replaces what rerail ships: {', '.join(replaced)}")
-    print(f"{len(faults)} faults, {len(found)} problems")
+    print(f"{counted(len(faults), 'fault')}, {counted(len(found), 'problem')}")
     return 1 if found else 0

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from rerail.cli import machine
 from rerail.cli.flags import add_arguments, parse
 from rerail.cli.rundir import claim_run_dir
-from rerail.config import JobSpec, Settings, load_settings
+from rerail.config import JobSpec, Settings, check_drop_dir, load_settings, settings_file
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
 
@@ -55,10 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """Settings by precedence: flags, environment, --config or ./rerail.toml, defaults."""
-    path = Path(args.config) if args.config else Path("rerail.toml")
-    if args.config and not path.is_file():
+    path = Path(args.config) if args.config else settings_file()
+    if path is not None and not path.is_file():
         raise UsageError(f"--config {args.config}: no such file")
-    settings = load_settings(path if path.is_file() else None, standbys=args.standbys)
+    settings = load_settings(path, standbys=args.standbys)
+    check_drop_dir()
     if settings.fault_files or settings.fault_levels:
         Levels.of(settings).catalog()  # says what is wrong with them before anything is started
     return settings

@@ -13,6 +13,7 @@ from typing import Any
 from rerail.cli.rundir import to_controller
 from rerail.detect.process import signal_name
 from rerail.report.summary import find_run, reading, reports
+from rerail.wording import counted
 
 ASK_S = 2.0
 
@@ -50,10 +51,6 @@ def _from_journal(folder: Path) -> dict[str, Any]:
     return {"job": folder.name, "live": False, "exit_code": code, "incidents": count}
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _step(version: int) -> str:
     return f"step {version:,}" if version >= 0 else "no step yet"
 
@@ -72,12 +69,10 @@ def _text(status: dict[str, Any], folder: Path) -> str:
     if not status["live"]:
         code = status["exit_code"]
         how = "ended without a word (killed?)" if code is None else _how(code)
-        return (
-            f"job {status['job']}: {how}, {_count(status['incidents'], 'incident')}\n  {folder}\nmore: rerail incidents"
-        )
+        return f"job {status['job']}: {how}, {counted(status['incidents'], 'incident')}\n  {folder}\nmore: rerail incidents"
     lines = [
         f"job {status['job']}: {_step(status['version'])}, generation {status['generation']} ({_doing(status)}), "
-        f"{_count(status['incidents'], 'incident')}, {_count(status['restarts_used'], 'restart')}"
+        f"{counted(status['incidents'], 'incident')}, {counted(status['restarts_used'], 'restart')}"
     ]
     for node in status["nodes"]:
         there = "connected" if node["connected"] else "away"

@@ -100,7 +100,7 @@ class AcceleratorDetector:
     """The detector over one vendor's devices."""
 
     def __init__(self, vendor: Vendor, *, expected: int = 0, every_s: float = 10.0) -> None:
-        self.name = f"accelerators.{vendor.name}"
+        self.name = vendor.name
         self.every_s = every_s
         self._vendor = vendor
         self._expected = expected

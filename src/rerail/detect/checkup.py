@@ -370,7 +370,7 @@ def _from_log(fault: Fault, device: str, found: Sequence[tuple[float, str]]) -> 
     if fault.severity is Severity.INFO or not spans or (fault.within_s and min(spans) > fault.within_s):
         return
     age, line = found[-1]
-    told = of_fault(fault, KERNEL_LOG, device, f"{line} ({len(found)} times, last {age / 60:.0f} min ago)")
+    told = of_fault(fault, KERNEL_LOG, device, f"{line} ({len(found)}x, last {age / 60:.0f} min ago)")
     old = age > RECENT_S
     lowered = Severity.WARNING if old and fault.serious else fault.severity
     yield msgspec.structs.replace(told, severity=lowered, old=old)

@@ -16,12 +16,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rerail.config import Settings
+from rerail.config import DROP_DIR, Settings
 from rerail.detect.detector import Told
 from rerail.detect.levels import Levels
 from rerail.runtime.reported import MAX_BODY, Desk, Refused, Reported
 
-DIRECTORY = "RERAIL_DROP_DIR"
 SUFFIX, TAKEN, BAD = ".json", ".json.taken", ".bad"
 FILES = 100
 """Taken in one look; the rest in the next."""
@@ -39,7 +38,7 @@ class Dropbox:
     def __init__(
         self, settings: Settings, folder: str | None = None, every_s: float = 1.0, settle_s: float = SETTLE_S
     ) -> None:
-        self._folder = Path(folder if folder is not None else os.environ.get(DIRECTORY, ""))
+        self._folder = Path(folder if folder is not None else os.environ.get(DROP_DIR, ""))
         self._named = str(self._folder) != "."
         self._settings, self._every_s, self._settle_s = settings, every_s, settle_s
         self._desk: Desk | None = None
@@ -48,7 +47,7 @@ class Dropbox:
 
     def supported(self) -> str:
         if not self._named:
-            return f"no directory is named by {DIRECTORY}"
+            return f"no directory is named by {DROP_DIR}"
         if not self._settings.fault_senders.strip():
             return "the setting fault_senders names nobody who may drop faults"
         if not (self._folder.is_dir() and os.access(self._folder, os.R_OK | os.W_OK | os.X_OK)):

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from rerail.config import Settings, settings_of_rank
+from rerail.config import Settings, listed, settings_of_rank
 from rerail.errors import ConfigError
 from rerail.faults.catalog import Catalog, Fault, load_catalog
 from rerail.flow import Handling, Role, Severity
+from rerail.wording import guess
 
 OFF = "off"
 
@@ -42,8 +43,8 @@ class Levels(msgspec.Struct, frozen=True, kw_only=True):
         """As set."""
         return cls(
             levels=parse(settings.fault_levels),
-            detectors_off=tuple(_listed(settings.detectors_off)),
-            files=tuple(Path(file) for file in _listed(settings.fault_files)),
+            detectors_off=tuple(listed(settings.detectors_off)),
+            files=tuple(Path(file) for file in listed(settings.fault_files)),
         )
 
     @classmethod
@@ -73,7 +74,8 @@ class Levels(msgspec.Struct, frozen=True, kw_only=True):
         whole = load_catalog(self.files)
         for level in self.levels:
             if not any(fnmatch.fnmatchcase(fault.code, level.glob) for fault in whole.faults):
-                raise ConfigError(f"setting fault_levels: there is no fault {level.glob!r} (rerail faults list)")
+                known = guess(level.glob, [fault.code for fault in whole.faults])
+                raise ConfigError(f"setting fault_levels: there is no fault {level.glob!r}{known} (rerail faults list)")
         return Catalog(tuple(fault for fault in map(self.apply, whole.faults) if fault is not None))
 
     def switched_off(self) -> Catalog:
@@ -89,7 +91,7 @@ LOUD = (Severity.DEGRADED, Severity.ERROR, Severity.CRITICAL)
 def parse(text: str) -> tuple[Level, ...]:
     """`code=level, code=level/handling`."""
     found = []
-    for item in _listed(text):
+    for item in listed(text):
         glob, given, wish = (part.strip() for part in item.partition("="))
         severity, _, action = wish.partition("/")
         known = severity in ("", OFF, *Severity) and bool(severity or action) and not (severity == OFF and action)
@@ -109,7 +111,3 @@ def parse(text: str) -> tuple[Level, ...]:
             )
         )
     return tuple(found)
-
-
-def _listed(text: str) -> list[str]:
-    return [item.strip() for item in text.replace("\n", ",").split(",") if item.strip()]

@@ -1,4 +1,4 @@
-"""Reads logs of any kind and size and turns them into sightings: files, gzip, directories, standard input.
+"""Reads logs of any kind and size and turns them into sightings: files, gzip, UTF-16, directories, standard input.
 
 Called by `cli.diagnose`. Reads in pieces and keeps only lines that show something, so a log may be larger than memory;
 a line may be endless, bytes may be anything.
@@ -7,6 +7,7 @@ a line may be endless, bytes may be anything.
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import lzma
 import os
@@ -23,6 +24,7 @@ import xxhash
 from rerail.errors import UsageError
 from rerail.faults.lines import take_apart
 from rerail.faults.matcher import Matcher, plain
+from rerail.faults.quotes import said_after
 from rerail.faults.sightings import Sighting, sightings
 from rerail.flow import Role
 
@@ -63,6 +65,11 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
 }
 _PASSING = re.compile(rb"0x[0-9a-fA-F]+|\d+(?:[:.,]\d+)+|\d{4,}|[0-9a-fA-F]{8,}")
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_LISTED = re.compile(rb"\brank\s{0,8}:\s{0,8}(\d{1,6})\s{1,8}\(local_rank")
+"""Whose failure the summary at the end of torchrun's output is about."""
+_HEADINGS = {"root": b"Root Cause (first observed failure)", "listed": b"Failures:"}
+_RULE = re.compile(rb"[=-]{20}")
 _RANK_IN_NAME = (
     re.compile(r"rank[_.=-]?(\d{1,6})(?!\d)", re.I),
     re.compile(r"(?:^|[/\\])(\d{1,6})[/\\]std(?:out|err)\.log$", re.I),
@@ -135,11 +142,11 @@ class Reader:
 
     def scan(self, stream: IO[bytes], name: str) -> Iterator[Sighting]:
         """Sightings of one stream."""
-        file, read = _File(name), getattr(stream, "read1", stream.read)
+        file, read = _File(name), _Source(stream).read
         rest, number, unfinished = b"", 1, 0
         while True:
             try:
-                piece, broken = read(PIECE), None
+                piece, broken = read(), None
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 piece, broken = b"", error  # first what was read before
             data = rest + piece
@@ -176,12 +183,23 @@ class Reader:
 
     def _look(self, block: bytes, start: int, end: int, number: int, file: _File) -> Iterator[Sighting]:
         text = block[start:end].decode("utf-8", "replace").rstrip("\r\n")
+        begins = block.rfind(b"\n", max(0, start - OVERLAP), start) + 1 or max(0, start - OVERLAP)
+        if begins < start:  # the line is too long to be looked at as a whole
+            text = said_after(block[begins:start].decode("utf-8", "replace"), text)
         for sighting in sightings(self._matcher, text, file=file.name, number=number, rank=file.rank):
             if not file.wants(sighting):
                 continue
             time, clock = (sighting.time, sighting.clock) if sighting.clock else file.time_before(block, start)
+            rank, summary = file.summary_before(block, start)
             self._order += 1
-            yield msgspec.structs.replace(sighting, order=self._order, time=time, clock=clock)
+            yield msgspec.structs.replace(
+                sighting,
+                order=self._order,
+                time=time,
+                clock=clock,
+                rank=rank if summary else sighting.rank,
+                summary=summary,
+            )
 
 
 def is_binary(block: bytes) -> bool:
@@ -189,6 +207,29 @@ def is_binary(block: bytes) -> bool:
     step = max(1, len(block) // SAMPLES)
     places = (block[at : at + SAMPLE] for at in range(0, len(block), step))
     return bool(block) and all(len(place.translate(None, _TEXT)) > len(place) * NO_TEXT for place in places)
+
+
+class _Source:
+    """A stream in UTF-8: Windows tools write UTF-16 and say so in the first two bytes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._read = getattr(stream, "read1", stream.read)
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._begun = False
+
+    def read(self) -> bytes:
+        """The next piece; empty at the end."""
+        piece: bytes = self._read(PIECE)
+        while len(piece) == 1 and not self._begun and (more := self._read(PIECE)):
+            piece += more
+        if not self._begun and piece.startswith(_UTF_16) and not piece.startswith(codecs.BOM_UTF32_LE):
+            self._decoder = codecs.getincrementaldecoder("utf-16")("replace")
+        self._begun = True
+        if self._decoder is None:
+            return piece
+        while not (text := self._decoder.decode(piece, final=not piece)) and piece:
+            piece = self._read(PIECE)
+        return text.encode("utf-8", "replace")
 
 
 class _File:
@@ -238,6 +279,15 @@ class _File:
                 break
         self._stamp = (start, time, clock)
         return time, clock
+
+    def summary_before(self, block: bytes, start: int) -> tuple[int, str]:
+        """The rank that torchrun's summary is about at this place, and whether it calls it the root; else -1 and nothing."""
+        before = (self._tail if start < LOOK_BACK else b"") + block[max(0, start - LOOK_BACK) : start]
+        named = list(_LISTED.finditer(before)) if b"(local_rank" in before else []
+        if not named or _RULE.search(before, named[-1].end()):
+            return -1, ""
+        at, heading = max((before.rfind(words, 0, named[-1].start()), name) for name, words in _HEADINGS.items())
+        return (int(named[-1][1]), heading) if at >= 0 else (-1, "")
 
     def leave(self, block: bytes) -> None:
         """This block is done."""

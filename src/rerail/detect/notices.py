@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from rerail.config import CLOUDS, Settings
+from rerail.config import CLOUDS, Settings, listed
 from rerail.detect.detector import Line, Reading, Watcher
 from rerail.detect.dropbox import Dropbox
 from rerail.detect.host_services import run_tool
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 def watchers(settings: Settings) -> list[Watcher]:
     """All that may tell of things to come, and the directory where others drop what they have found."""
-    named = [item.strip() for item in settings.notice_files.split(",") if item.strip()]
+    named = listed(settings.notice_files)
     files = [Path(item) for item in named if item not in CLOUDS]
     clouds: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
     asked = [clouds[item]() for item in CLOUDS if item in named]

@@ -66,7 +66,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(sightings: Iterable[Sighting]) -> Verdict:
     """The root cause of all that was seen."""
-    groups = _fold(_said(list(sightings)))
+    seen = _said(list(sightings))
+    groups = _fold(seen)
     standing = [group for group in groups if not (group.over or group.rare) or _is_wanted(group, groups)]
     needed = [group for group in standing if group.fault.matters or _explains_any(group, standing)]
     if not any(group.fault.matters for group in needed):
@@ -76,9 +77,10 @@ def judge(sightings: Iterable[Sighting]) -> Verdict:
         return Verdict(why="nothing that was seen is a fault")
     free = _unexplained(needed)
     best = min(map(_rank, free))
-    root = _in_order([group for group in free if _rank(group) == best], lambda group: group.first)[0]
-    others = tuple(group for group in needed if group is not root)
-    rivals = [g for g in free if g is not root and g.fault.role is root.fault.role and g.fault.serious]
+    found = _in_order([group for group in free if _rank(group) == best], lambda group: group.first)[0]
+    others = tuple(group for group in needed if group is not found)
+    rivals = [g for g in free if g is not found and g.fault.role is found.fault.role and g.fault.serious]
+    root = _blamed(found, seen)
     storm = _is_storm(root)
     return Verdict(
         root=root,
@@ -115,13 +117,42 @@ def _group(same: Sequence[Sighting], clears: Sequence[Sighting]) -> Group:
         by_file.setdefault(clear.file, []).append(clear)
     left = [one for one in same if not any(_ends(clear, one) for clear in by_file.get(one.file, ()))]
     counted = _in_order(left or same, lambda one: one)
+    global_ranks = [one for one in same if not _of_launcher(one)] if any(one.summary for one in same) else same
     return Group(
-        first=counted[0],
+        first=_named_first(counted),
         count=len(same),
-        ranks=tuple(sorted({one.rank for one in same if one.rank >= 0})),
+        ranks=tuple(sorted({one.rank for one in global_ranks if one.rank >= 0})),
         devices=tuple(sorted({one.device for one in counted if one.device and _is_near(one, counted[0])})),
         over=not left,
         rare=not _is_often_enough(counted),
+    )
+
+
+def _named_first(counted: Sequence[Sighting]) -> Sighting:
+    """The first, with the rank that a launcher's summary calls the root where only the launcher names ranks."""
+    first = counted[0]
+    root = next((one for one in counted if one.summary == "root" and one.file == first.file), None)
+    if root is None or (first.rank >= 0 and not first.summary and not _of_launcher(first)):
+        return first
+    return root if first.summary else msgspec.structs.replace(first, rank=root.rank)
+
+
+def _of_launcher(one: Sighting) -> bool:
+    """Whether a launcher tells how a process ended; it counts those of its own node."""
+    return "local_rank:" in one.text and not one.summary
+
+
+def _blamed(root: Group, sightings: Iterable[Sighting]) -> Group:
+    """The root with the rank that the launcher's summary behind it names, where nothing else says whose it is."""
+    first = root.first
+    if first.rank >= 0 or first.fault.hardware or first.fault.scope != "process":
+        return root
+    named = (one for one in sightings if one.summary == "root" and one.file == first.file and one.order > first.order)
+    rank = next((one.rank for one in named), -1)
+    return (
+        root
+        if rank < 0
+        else msgspec.structs.replace(root, first=msgspec.structs.replace(first, rank=rank), ranks=(rank,))
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import xxhash
 from rerail.errors import ConfigError
 from rerail.faults.anchors import Words, compiled, words_of
 from rerail.flow import Handling, Role, Severity
+from rerail.wording import guess
 
 CLASSES = [
     "gpu",
@@ -45,6 +46,12 @@ CLASSES = [
 ]
 SCOPES = ("process", "device", "link", "node", "job")
 PLACES = ("kernel", "script", "fabric", "vendor", "bmc", "scheduler", "reading", "exit", "test", "notice")
+_CHOICES: dict[str, type[Role] | type[Severity] | type[Handling]] = {
+    "role": Role,
+    "severity": Severity,
+    "action": Handling,
+    "then": Handling,
+}
 
 Payload = Mapping[str, str | int | float | bool]
 Value = int | float | str
@@ -141,6 +148,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return code != self.code and any(fnmatch.fnmatchcase(code, glob) for glob in self.caused_by)
 
 
+_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Fault))
+
+
 class Catalog:
     """All faults."""
 
@@ -174,7 +184,7 @@ class Catalog:
 
 def load_catalog(extra: Iterable[Path] = ()) -> Catalog:
     """The catalogue shipped with rerail, and the user's own files; a code given again replaces the shipped entry."""
-    faults = {fault.code: fault for fault in shipped()}
+    faults, added = {fault.code: fault for fault in shipped()}, list[Fault]()
     for path in extra:
         try:
             text = path.read_text(encoding="utf-8")
@@ -184,16 +194,43 @@ def load_catalog(extra: Iterable[Path] = ()) -> Catalog:
         for fault in own:
             _try(fault)
         faults |= {fault.code: fault for fault in own}
+        added += own
+    for fault, text in unknown_causes(added, faults):
+        raise ConfigError(f"fault catalogue {fault.origin}, entry {fault.code}: {text}")
     return Catalog(tuple(faults.values()))
 
 
 def _try(fault: Fault) -> None:
-    """A pattern that does not work is told now, not when a line has its words."""
+    """A word that nobody knows and a pattern that does not work are told now, not when a line has its words."""
+    for text in unknown_words(fault):
+        raise ConfigError(f"fault catalogue {fault.origin}, entry {fault.code}: {text}")
     try:
         compiled(fault.pattern)
         compiled(fault.unless)
     except ConfigError as error:
         raise ConfigError(f"fault catalogue {fault.origin}, entry {fault.code}: {error}") from error
+
+
+def unknown_words(fault: Fault) -> list[str]:
+    """What is wrong with its class, scope and places, as sentences."""
+    given = [("class", fault.kind, CLASSES), ("scope", fault.scope, SCOPES)]
+    given += [("seen", place, PLACES) for place in fault.seen]
+    return [_choice(name, word, known) for name, word, known in given if word not in known]
+
+
+def unknown_causes(faults: Iterable[Fault], codes: Collection[str]) -> list[tuple[Fault, str]]:
+    """Entries that name causes or ends that do not exist, with a sentence about each, if `codes` are all there are."""
+    return [
+        (fault, f"{name} {glob!r} names no fault that is known{guess(glob, codes) or ' (rerail faults list)'}")
+        for fault in faults
+        for name, globs in (("caused_by", fault.caused_by), ("clears", fault.clears))
+        for glob in globs
+        if glob not in codes and not fnmatch.filter(codes, glob)
+    ]
+
+
+def _choice(name: str, word: object, known: Iterable[str]) -> str:
+    return f"{name} {word!r} is not one of {' '.join(known)}{guess(str(word), known)}"
 
 
 def shipped() -> list[Fault]:
@@ -247,6 +284,12 @@ def _entry(row: dict[str, Any], families: dict[str, dict[str, Any]], origin: str
         if family not in families:
             raise ConfigError(f"{where}: there is no family {family!r} in this file")
         row = _of_family(row, dict(families[family]))
+    for name, known in _CHOICES.items():
+        if isinstance(row.get(name), str) and row[name] not in list(known):
+            raise ConfigError(f"{where}: {_choice(name, row[name], list(known))}")
+    for name in row:
+        if name not in _FIELDS:
+            raise ConfigError(f"{where}: there is no field {name!r}{guess(name, _FIELDS)}")
     try:
         return msgspec.convert({**row, "origin": origin, "words": words_of(row.get("pattern", ""))}, Fault)
     except (msgspec.ValidationError, ConfigError) as error:

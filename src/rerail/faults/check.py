@@ -1,23 +1,22 @@
 """Checks catalogue files: schema, vocabulary, patterns, and that every sample is what it says. `python -m rerail.faults.check [FILE...]`.
 
-Called by `make check` for the shipped files, by `rerail faults check` for the user's own. Without files: the whole catalogue,
-where also codes must be unique and every cause that is named must exist.
+Called by `make check` for the shipped files, by `rerail faults check` for the user's own. Without files: the whole catalogue.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rerail.errors import ConfigError
 from rerail.faults.anchors import compiled, is_certain
-from rerail.faults.catalog import CLASSES, PLACES, SCOPES, Condition, Fault, Sample, parse, shipped
+from rerail.faults.catalog import Condition, Fault, Sample, parse, shipped, unknown_causes, unknown_words
 from rerail.faults.matcher import fits
 from rerail.flow import Handling, Role
+from rerail.wording import counted
 
 _CODE = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+|unknown")
 _COMPARISONS = ("above", "below", "is_", "is_not", "rises")
@@ -36,11 +35,7 @@ def _words(fault: Fault) -> list[str]:
     found = []
     if not _CODE.fullmatch(fault.code):
         found.append("code must be words of a-z, 0-9 and _ with dots between")
-    if fault.kind not in CLASSES:
-        found.append(f"class {fault.kind!r} is not one of {' '.join(CLASSES)}")
-    if fault.scope not in SCOPES:
-        found.append(f"scope {fault.scope!r} is not one of {' '.join(SCOPES)}")
-    found += [f"seen {place!r} is not one of {' '.join(PLACES)}" for place in fault.seen if place not in PLACES]
+    found += unknown_words(fault)
     if not fault.title or fault.title.endswith("."):
         found.append("title must be there, without a full stop")
     if fault.advice and not fault.advice.rstrip().endswith((".", "?", "!")):
@@ -94,21 +89,15 @@ def _text(fault: Fault) -> list[str]:
     return found
 
 
-def problems(faults: Sequence[Fault], *, whole: bool) -> list[str]:
-    """What is wrong with these entries; `whole`: they are all there is."""
+def problems(faults: Sequence[Fault], known: Iterable[str] = ()) -> list[str]:
+    """What is wrong with these entries; `known`: the codes of others that there are."""
     found = [f"{fault.origin}: {fault.code}: {text}" for fault in faults for text in problems_of(fault)]
     codes = Counter(fault.code for fault in faults)
     found += [f"{code} is there {count} times" for code, count in codes.items() if count > 1]
     patterns = Counter((fault.pattern, fault.unless) for fault in faults if fault.pattern)
     found += [f"{count} entries have the pattern {pattern[0]!r}" for pattern, count in patterns.items() if count > 1]
-    if whole:
-        found += [
-            f"{fault.origin}: {fault.code}: {glob!r} names no fault of the catalogue"
-            for fault in faults
-            for glob in (*fault.caused_by, *fault.clears)
-            if not any(fnmatch.fnmatchcase(code, glob) for code in codes)
-        ]
-    return found
+    wrong = unknown_causes(faults, {*codes, *known})
+    return found + [f"{fault.origin}: {fault.code}: {text}" for fault, text in wrong]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -118,13 +107,13 @@ def main(arguments: Sequence[str]) -> int:
             faults = [fault for path in arguments for fault in parse(Path(path).read_text(), Path(path).name)]
         else:
             faults = shipped()
-        found = problems(faults, whole=not arguments)
+        found = problems(faults, (fault.code for fault in shipped()) if arguments else ())
     except (ConfigError, OSError) as error:
         found, faults = [str(error)], []
     for text in found:
         print(text)
     hardware = sum(fault.hardware for fault in faults)
-    print(f"{len(faults)} faults, {hardware} of hardware; {len(found)} problems")
+    print(f"{counted(len(faults), 'fault')}, {hardware} of hardware; {counted(len(found), 'problem')}")
     return 1 if found else 0
 
 

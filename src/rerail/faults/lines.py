@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from rerail.faults.quotes import is_sample
+
 _LEVELS = {
     **dict.fromkeys(("trace", "debug", "dbg", "d", "v"), "debug"),
     **dict.fromkeys(("info", "inf", "i", "notice", "normal"), "info"),
@@ -127,6 +129,8 @@ class Line(msgspec.Struct, frozen=True):
     """What `time` knows: `utc`, `date` (no zone), `day` (no year), `hour` (no date). Only times of one kind compare."""
     uptime: float = -1.0
     """Seconds since the machine started, if the line says so."""
+    data: bool = False
+    """A piece of data, in JSON: whatever it speaks of, no program says that."""
 
 
 def take_apart(raw: str) -> Line:
@@ -198,6 +202,8 @@ def _unwrapped(line: Line, depth: int) -> Line:
         said = msgspec.json.decode(line.text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return line
+    if is_sample(said):
+        return msgspec.structs.replace(line, data=True)
     message = next((said[key] for key in _MESSAGES if isinstance(said.get(key), str)), None)
     if message is None:
         return line

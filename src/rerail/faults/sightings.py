@@ -10,6 +10,7 @@ from rerail.faults.anchors import compiled
 from rerail.faults.catalog import Fault
 from rerail.faults.lines import Line, take_apart
 from rerail.faults.matcher import Matcher
+from rerail.faults.quotes import is_spoken_of, unquoted
 from rerail.flow import Role
 
 TOLD_AT_INFO = ("numerics", "scheduler", "node", "npu", "nic", "process")
@@ -40,6 +41,8 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """Since when: as in `faults.lines`, or `uptime` of the machine."""
     order: int = 0
     """Place among all that was read: later in a file is larger."""
+    summary: str = ""
+    """Where a launcher's closing summary shows it: `listed` among the failures, or as the `root` of them."""
 
 
 def sightings(matcher: Matcher, raw: str, *, file: str = "", number: int = 0, rank: int = -1) -> list[Sighting]:
@@ -63,13 +66,22 @@ def sightings(matcher: Matcher, raw: str, *, file: str = "", number: int = 0, ra
 
 
 def faults_in(matcher: Matcher, line: Line) -> list[Fault]:
-    """Faults that a line shows, its level considered: what is told for information is no alarm."""
-    found = list(matcher.match(line.text) or (matcher.match(line.raw) if line.text != line.raw else ()))
+    """Faults that a line shows, its level considered: what is told for information or only quoted is no alarm."""
+    if line.data:
+        return []
+    text, raw = unquoted(line.text), unquoted(line.raw)
+    found = list(matcher.match(text) or (matcher.match(raw) if text != raw else ()))
+    found = [fault for fault in found if not _is_spoken_of(fault, text) or not _is_spoken_of(fault, raw)]
     if line.level in ("debug", "info") and not line.kernel:
         found = [fault for fault in found if _told_at_info(fault)]
     if line.program and _DAEMON.fullmatch(line.program.rpartition("/")[2]):
         found = [fault for fault in found if fault.seen != ("script",)]
     return [fault for fault in found if not fault.unless or not compiled(fault.unless).search(line.raw)]
+
+
+def _is_spoken_of(fault: Fault, text: str) -> bool:
+    """Whether the line talks about this fault wherever it names it."""
+    return all(is_spoken_of(text, *found.span()) for found in compiled(fault.pattern).finditer(text))
 
 
 def _told_at_info(fault: Fault) -> bool:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rerail.config import listed
 from rerail.errors import WireError
 from rerail.faults.catalog import Catalog, Fault
 from rerail.flow import Role
@@ -89,7 +90,7 @@ class Desk:
     """Checks what is handed in. `off` holds what the user does not want to hear of."""
 
     def __init__(self, senders: str, catalog: Catalog, per_minute: int = 0, off: Catalog | None = None) -> None:
-        self.senders = frozenset(name.strip() for name in senders.split(",") if name.strip())
+        self.senders = frozenset(listed(senders))
         self._catalog, self._per_minute, self._off = catalog, per_minute, off or Catalog(())
         self._minute, self._taken = 0, 0
 
