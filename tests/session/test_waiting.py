@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -76,10 +77,7 @@ def half(tmp_path: Path) -> Iterator[Callable[[str], Half]]:
     yield make
     for one in made:
         one.end()
-        left.append(one.group)  # to take it apart would wait for its stuck thread
-
-
-left: list[object] = []
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.group))  # to take it apart would wait for its stuck thread
 
 
 @pytest.mark.parametrize("operation", ["send", "recv", "broadcast", "allreduce"])

@@ -12,6 +12,7 @@ wires of a new generation under the same group objects. Called by `session.group
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,6 @@ class Fabric:
         self._laid = threading.Event()
         """Set when the wires of the generation being formed are laid, or not wanted any more."""
         self._retired: list[tuple[int, object]] = []
-        self._left: list[object] = []
         self.promises = waiting.Promises()
         self._store_connections: set[tuple[int, int]] = set()
         self._newest: Any = None
@@ -185,8 +185,8 @@ class Fabric:
 
     def leave(self, wires: object) -> None:
         """One of their threads is stuck: they are kept for as long as this process lives, or taking them apart would
-        wait for it."""
-        self._left.append(wires)
+        wait for it, or wake a thread that finds no interpreter any more, and abort."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(wires))
 
     def cut_since(self) -> float:
         """When the wires of this generation were cut (monotonic); 0.0: they were not."""
