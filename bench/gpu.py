@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 WORKLOAD = Path(__file__).with_name("gpu_workload.py")
+FLIP = "bit flip"
 
 
 class Watched:
@@ -31,6 +32,7 @@ class Watched:
         self.lines: list[str] = []
         command = [sys.executable, "-m", "rerail.cli.main", "run", "--nproc-per-node", str(ranks), str(WORKLOAD), *args]
         env = {**os.environ, "RERAIL_HOME": str(folder), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env |= {"RERAIL_ALLOW_INJECT": "1", "RERAIL_VOTE_EVERY": "20"}
         env |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self.started = time.monotonic()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -66,14 +68,14 @@ class Watched:
         digests = {event["digest"] for event in self.events if "digest" in event}
         return {"digest": digests.pop() if len(digests) == 1 else "ranks differ"}
 
-    def incidents(self) -> list[dict[str, Any]]:
+    def ask(self, *command: str) -> dict[str, Any]:
         told = subprocess.run(
-            [sys.executable, "-m", "rerail.cli.main", "incidents", "--json"],
+            [sys.executable, "-m", "rerail.cli.main", *command, "--json"],
             env={**os.environ, "RERAIL_HOME": str(self._folder)},
             capture_output=True,
             text=True,
         )
-        return list(json.loads(told.stdout)["incidents"]) if told.stdout else []
+        return dict(json.loads(told.stdout)) if told.stdout else {}
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -81,7 +83,7 @@ class Watched:
             self.process.wait(30)
 
 
-def case(name: str, ranks: int, signum: signal.Signals | None, *args: str) -> dict[str, Any]:
+def case(name: str, ranks: int, fault: str, *args: str) -> dict[str, Any]:
     """One run, undisturbed or with the last rank broken at step 20 once a standby is warm."""
     with tempfile.TemporaryDirectory(prefix="rerail-gpu-") as folder:
         run = Watched(Path(folder), ranks, *args)
@@ -89,13 +91,16 @@ def case(name: str, ranks: int, signum: signal.Signals | None, *args: str) -> di
             result: dict[str, Any] = {"case": name}
             run.reach(1, ranks)
             result["cold_s"] = round(run.steps(0)[0]["at"] - run.started, 2)
-            if signum is not None:
+            if fault == FLIP:
+                run.reach(30, ranks)
+                result["flipped"] = run.ask("inject", "bitflip", "--rank", str(ranks - 1), "--seed", "3")["message"]
+            elif fault:
                 run.reach(20, ranks)
                 time.sleep(12.0)  # the standby warms up meanwhile
                 victim = run.steps(ranks - 1)[-1]
                 before = {rank: run.steps(rank)[-1]["pid"] for rank in range(ranks - 1)}
                 broken = time.monotonic()
-                os.kill(victim["pid"], signum)
+                os.kill(victim["pid"], signal.Signals[fault])
                 run.until(lambda: run.steps(ranks - 1)[-1]["pid"] != victim["pid"])
                 first = next(event for event in run.steps(ranks - 1) if event["pid"] != victim["pid"])
                 result["recovered_s"] = round(first["at"] - broken, 2)
@@ -105,7 +110,9 @@ def case(name: str, ranks: int, signum: signal.Signals | None, *args: str) -> di
             result |= run.finish()
             usual = sorted(event["step_s"] for event in run.events if "step_s" in event)
             result["step_ms"] = round(1000 * usual[len(usual) // 2], 2)
-            result["incidents"] = [(report["code"], report["rung"], report["attempts"]) for report in run.incidents()]
+            told = run.ask("incidents")
+            result["incidents"] = [(report["code"], report["rung"], report["attempts"]) for report in told["incidents"]]
+            result["also_seen"] = [(one["code"], one["rank"]) for one in told["also_seen"]]
             return result
         finally:
             run.end()
@@ -120,19 +127,19 @@ def main() -> int:
     rows, failed = [], False
     for style, backend in (("ddp", "nccl"), ("fsdp", "nccl"), ("ddp", "gloo")):
         common = ("--style", style, "--backend", backend)
-        if not any(args.only in f"{style}/{backend} {signum}" for signum in ("SIGKILL", "SIGSTOP")):
+        faults = [one for one in ("SIGKILL", "SIGSTOP", FLIP) if args.only in f"{style}/{backend} {one}"]
+        faults = [one for one in faults if style == "ddp" or one != FLIP]
+        if not faults:
             continue
-        quiet = case(f"{style}/{backend} undisturbed", args.ranks, None, *common)
+        quiet = case(f"{style}/{backend} undisturbed", args.ranks, "", *common)
         rows.append(quiet)
         print(json.dumps(quiet), flush=True)
-        for signum in (signal.SIGKILL, signal.SIGSTOP):
-            if args.only not in f"{style}/{backend} {signum.name}":
-                continue
+        for fault in faults:
             try:
-                row = case(f"{style}/{backend} {signum.name}", args.ranks, signum, *common)
+                row = case(f"{style}/{backend} {fault}", args.ranks, fault, *common)
                 row["identical"] = row["digest"] == quiet["digest"]
             except (RuntimeError, subprocess.TimeoutExpired) as error:
-                row = {"case": f"{style}/{backend} {signum.name}", "error": str(error)[-3000:]}
+                row = {"case": f"{style}/{backend} {fault}", "error": str(error)[-3000:]}
             failed = failed or not row.get("identical", False)
             rows.append(row)
             print(json.dumps(row) if "error" not in row else row["error"], flush=True)

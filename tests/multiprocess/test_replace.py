@@ -28,6 +28,18 @@ def test_a_killed_rank_is_replaced_and_the_weights_are_the_same(start: Start, un
     assert report["code"] == "process.killed"
 
 
+def test_a_module_that_is_tracked_without_its_wrapper_is_known_to_be_replicated(
+    start: Start, undisturbed: Digests
+) -> None:
+    run = start("ddp", "60", "--sleep", "0.01", "--inner")
+    run.reach(15)
+    run.send(2, signal.SIGKILL)
+    run.finish()
+    assert run.digests == undisturbed("ddp", "60"), run.told("the same weights")
+    (recovery,) = run.records("recovery")
+    assert recovery.sources[2].startswith("replica") and recovery.attempts == 1, recovery
+
+
 def test_a_rank_dies_in_the_middle_of_a_large_message(start: Start, undisturbed: Digests) -> None:
     """gloo forgets whoever waits for a message that is half sent."""
     run = start("ddp", "30", "--fault", "midway@2@15")

@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--fault", default="")
     parser.add_argument("--guard-every", type=int, default=0)
+    parser.add_argument("--inner", action="store_true", help="track the module inside of DDP")
     parser.add_argument("--drift-from", type=int, default=-1, help="from this step on rank 1 goes its own way")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +157,8 @@ def main() -> None:
     torch.manual_seed(100 + lane)
     data = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(lane))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=BATCH, shuffle=True)
-    job.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    tracked = model.module if args.inner else model
+    job.track(model=tracked, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
     def evaluate() -> float:
         total = torch.tensor([float(sum(p.detach().sum() for p in model.parameters()))])

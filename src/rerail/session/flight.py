@@ -52,12 +52,18 @@ class Answerer:
             self._answering.start()
 
     def _answer(self) -> None:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
+        traces: dict[str, msgspec.Raw] = {}
+        for name, dump in self._dumps().items():
+            with contextlib.suppress(Exception):  # a recorder that torch offers in another way than we know is none
+                traces[name] = msgspec.Raw(dump())
+        with contextlib.suppress(OSError, ValueError):
             os.unlink(self._ask)
+            if not traces:
+                return
             answer = {
                 "formed_ns": fabric.formed_ns,
                 "groups": {group.key: group.members for group in fabric.groups},
-                "traces": {name: msgspec.Raw(dump()) for name, dump in self._dumps().items()},
+                "traces": traces,
             }
             draft = self._path.with_suffix(".tmp")
             draft.write_bytes(msgspec.json.encode(answer))

@@ -171,7 +171,7 @@ class Snapshotter:
             self._stager.before_update()
             self.stalled_s = time.monotonic() - waited
             self._took_s += self.stalled_s
-            self._costs.append(self._took_s + self._stager.cpu_s + self._job._votes.took_s)
+            self._costs.append(self._took_s + self._stager.cpu_s)
             self._job._checkpoints.stall_s = self._took_s
 
     def drop_behind(self, version: int) -> None:
@@ -194,7 +194,7 @@ class Snapshotter:
         if self._fixed or job._version not in AGREE_AT or job.rehearsing or job.world_size == 1:
             return
         step_s = statistics.median(job._durations) if job._durations else 0.0
-        cost_s = statistics.median(self._costs) if self._costs else 0.0
+        cost_s = (statistics.median(self._costs) if self._costs else 0.0) + job._votes.cost_s
         wish = math.ceil(cost_s / (self._share * step_s)) if step_s else UNTIL_AGREED
         agreed = torch.tensor([min(max(wish, 1), LONGEST)], dtype=torch.int64)
         with hearing.paused():

@@ -59,12 +59,12 @@ class Traces:
                 for peer in peers[1:]:
                     firsts.append(torch.empty_like(mine))
                     dist.recv(firsts[-1], peer)
-                far = _far(torch.stack(firsts), tensors[index].detach().cpu())
+                far = far_from(torch.stack(firsts), tensors[index].detach().cpu())
                 found = {peer: found[peer] + one for peer, one in zip(peers, far, strict=True)}
         return found if rank == peers[0] and kept and fabric.mode is Mode.LIVE else {}
 
 
-def _far(firsts: torch.Tensor, truth: torch.Tensor) -> list[float]:
+def far_from(firsts: torch.Tensor, truth: torch.Tensor) -> list[float]:
     """Squared distances, in the elements in which the firsts differ in a bit. What is not finite is infinitely far."""
     flat = firsts.flatten(1)
     bits = flat.view(torch.uint8).view(*flat.shape, -1)

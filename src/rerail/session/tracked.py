@@ -6,6 +6,7 @@ small and written to the step journal at every step. Called by `session.job`, `s
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ class Tracked:
         self.objects: dict[str, Any] = {}
         self.replicated = False
         """The user says that plain, unwrapped state is the same on every rank."""
+        self._ddp: list[DistributedDataParallel] | None = None
         self._encoded_state: dict[str, Any] | None = None
         self._encoded = b""
         """What `small_objects` was asked for last, where it is known again at a glance."""
@@ -195,14 +197,26 @@ class Tracked:
     # --- who holds the same ---
 
     def has_ddp(self) -> bool:
-        return any(isinstance(part, DistributedDataParallel) for m in self.modules.values() for part in m.modules())
+        return bool(self.ddp_wrappers())
+
+    def ddp_wrappers(self) -> list[DistributedDataParallel]:
+        """Those of tracked modules, and those around them: many scripts track the module they had before they wrapped it."""
+        if self._ddp is None:
+            parts = [part for module in self.modules.values() for part in module.modules()]
+            inside = [part for part in parts if isinstance(part, DistributedDataParallel)]
+            known, plain_ones = set(map(id, inside)), set(map(id, parts))
+            # by type, not isinstance(): there are objects that do things when asked what they are
+            every = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
+            around = [one for one in every if id(one) not in known and id(one.module) in plain_ones]
+            self._ddp = inside + around
+        return self._ddp
 
     def has_fsdp(self) -> bool:
         return any(isinstance(part, FSDPModule) for m in self.modules.values() for part in m.modules())
 
     def layout(self, world_size: int) -> dict[str, str]:
         """How each module is spread over the ranks, in words, for whoever looks at a checkpoint."""
-        return {name: _layout_of(module, world_size) for name, module in self.modules.items()}
+        return {name: _layout_of(module, world_size, self.ddp_wrappers()) for name, module in self.modules.items()}
 
     def replicas(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Ranks that hold the very same parameters and optimizer state, this one included."""
@@ -219,11 +233,9 @@ class Tracked:
     def ddp_members(self) -> dict[int, set[int]]:
         """By id of a parameter that DDP keeps alike: the ranks it does so on."""
         covered: dict[int, set[int]] = {}
-        for module in self.modules.values():
-            for part in module.modules():
-                if isinstance(part, DistributedDataParallel):
-                    members = set(dist.get_process_group_ranks(part.process_group))
-                    covered.update({id(parameter): members for parameter in part.parameters()})
+        for wrapper in self.ddp_wrappers():
+            members = set(dist.get_process_group_ranks(wrapper.process_group))
+            covered.update({id(parameter): members for parameter in wrapper.parameters()})
         return covered
 
     def holders(self, parameter: torch.Tensor, rank: int, world_size: int, covered: dict[int, set[int]]) -> set[int]:
@@ -241,8 +253,9 @@ class Tracked:
         return set(range(world_size)) if self.replicated or world_size == 1 else {rank}
 
 
-def _layout_of(module: nn.Module, world_size: int) -> str:
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+def _layout_of(module: nn.Module, world_size: int, wrappers: list[DistributedDataParallel]) -> str:
+    parts = set(map(id, module.modules()))
+    if any(id(one) in parts or id(one.module) in parts for one in wrappers):
         return f"DDP over {world_size}"
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):

@@ -28,6 +28,8 @@ GROUPS = 8
 """Checksums in one vote: each covers an eighth of the tensors."""
 WORD = 8
 """Bytes that are added up at a time. Narrower words are ten times as slow."""
+EXCHANGE_S = 0.0005
+"""Seconds that one small all-reduce takes, about."""
 REMIND_S = 5.0
 """The controller may have been lost together with what it was told."""
 LOOK_S = 0.01
@@ -43,8 +45,8 @@ class Votes:
         self._job, self._link = job, link
         self._every = settings_of_rank().vote_every if link is not None and job.world_size > 1 else 0
         self._replicas: tuple[int, ...] | None = None
-        self.took_s = 0.0
-        """What the newest vote took."""
+        self.cost_s = 0.0
+        """What the newest vote cost this rank; to wait for others is no cost, they would be waited for anyway."""
         self._agreed = -1
         """The newest version on which all replicas agreed."""
         self._disputed = -1
@@ -61,10 +63,8 @@ class Votes:
 
     def agree(self) -> None:
         """At the beginning of a step: are the replicas alike? If not, wait to be sent back."""
-        self.took_s = 0.0
         if not self.due():
             return
-        began = time.monotonic()
         table = self._exchange()
         if table is None:
             return
@@ -91,7 +91,6 @@ class Votes:
                 back=back if differ else -1,
                 far=far,
             )
-        self.took_s = time.monotonic() - began
         if not differ:
             self._agreed = version
         if differ and back >= 0:
@@ -106,11 +105,12 @@ class Votes:
         if self._replicas is None:
             self._replicas = job._tracked.replicas(job.rank, job.world_size)
         mine = [self._replicas[0], self._safe(), self._disputed, int(self._tolerant), self._traces.count]
-        votes = torch.zeros(GROUPS, dtype=torch.int64)
+        votes, began = torch.zeros(GROUPS, dtype=torch.int64), time.monotonic()
         if len(self._replicas) > 1:
-            votes = sums(job._tracked.trained_tensors()).cpu()
+            votes = sums(job._tracked.trained_tensors())
+        self.cost_s = time.monotonic() - began + EXCHANGE_S
         table = torch.zeros(job.world_size, _HEAD + GROUPS, dtype=torch.int64)
-        table[job.rank] = torch.cat([torch.tensor(mine, dtype=torch.int64), votes])
+        table[job.rank] = torch.cat([torch.tensor(mine, dtype=torch.int64), votes.cpu()])
         with hearing.paused():
             dist.all_reduce(table)
         found: list[list[int]] = table.tolist()
