@@ -54,6 +54,20 @@ def test_a_flipped_bit_is_found_its_rank_named_and_the_run_ends_as_if_nothing_ha
     assert run.digests == again.digests, run.told("the weights of an undisturbed run")
 
 
+def test_bits_that_flip_again_and_again_on_both_ranks_leave_no_trace(start: Start) -> None:
+    """Also while the same steps are computed again."""
+    env = {"RERAIL_ALLOW_INJECT": "1", "RERAIL_VOTE_EVERY": "10"}
+    run = start("ddp", "90", "--sleep", "0.12", ranks=2, env=env)
+    for seed, step in ((0, 12), (1, 12), (2, 50)):
+        run.reach(step)
+        run.inject("bitflip", "--rank", str(seed % 2), "--seed", str(seed))
+    run.finish()
+    assert 2 <= len(run.reports()) <= 3 and all(report["ok"] for report in run.reports()), run.reports()
+    again = start("ddp", "90", ranks=2)
+    again.finish()
+    assert run.digests == again.digests, run.told("the weights of an undisturbed run")
+
+
 def test_replicas_that_always_differ_are_told_of_once_and_train_on(start: Start) -> None:
     run = start("ddp", "60", "--sleep", "0.02", "--drift-from", "20", ranks=2, env={"RERAIL_VOTE_EVERY": "10"})
     run.finish()

@@ -39,6 +39,17 @@ def test_a_newcomer_takes_its_replicas_state_and_survivors_keep_theirs() -> None
     assert found.sources == {0: Source(kind="own"), 1: Source(kind="own"), 2: Source(kind="replica", rank=0)}
 
 
+def test_where_replicas_differ_nothing_later_than_their_agreement_is_resumed_from_whoever_holds_it() -> None:
+    """Rank 1 was interrupted before it could hear that they differ; rank 0 had."""
+    world = (0, 1)
+    heard = parked(0, intact=False, agreed=6, replicas=world, snapshots=(6,), small_versions=(6, 9, 10))
+    deaf = parked(1, replicas=world, snapshots=(6, 8), small_versions=(6, 8, 9, 10))
+    found = choose_sources(by_rank(heard, deaf), frozenset())
+    assert isinstance(found, Choice) and found.version == 6, found
+    nothing = choose_sources(by_rank(parked(0, intact=False, agreed=4, replicas=world), deaf), frozenset())
+    assert isinstance(nothing, Infeasible)
+
+
 def test_two_newcomers_load_from_different_replicas() -> None:
     world = (0, 1, 2, 3)
     ranks = by_rank(parked(0, replicas=world), newcomer(1), parked(2, replicas=world), newcomer(3))

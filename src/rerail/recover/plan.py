@@ -37,6 +37,7 @@ def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> C
     """The best exact way to resume from what these ranks hold."""
     if any(p.in_guard for p in parked.values()) and not _at_one_spot(parked):
         return Infeasible(reason="the fault hit inside job.guard(), and not every rank is in the same one")
+    parked = _trusted(parked)
     held = sorted({p.version for p in parked.values() if _intact(p)}, reverse=True)
     newest_snapshot = _from_snapshots(parked)
     for version in held:
@@ -50,6 +51,17 @@ def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> C
     if not newcomers and not any(p.in_training for p in parked.values()):
         return Choice(version=0, sources={rank: Source(kind="initial") for rank in parked})
     return Infeasible(reason=_why_not(parked, held))
+
+
+def _trusted(parked: Mapping[int, Parked]) -> Mapping[int, Parked]:
+    """Where replicas were found to differ: only snapshots on which they agreed. Not every rank may have heard of it."""
+    limit = min((p.agreed for p in parked.values() if p.agreed >= 0), default=-1)
+    if limit < 0:
+        return parked
+    return {
+        rank: msgspec.structs.replace(p, intact=False, snapshots=tuple(v for v in p.snapshots if v <= limit))
+        for rank, p in parked.items()
+    }
 
 
 def _at_one_spot(parked: Mapping[int, Parked]) -> bool:

@@ -123,6 +123,8 @@ class Parked(Message, frozen=True, kw_only=True):
     """Versions sealed in its arena, state tensors included."""
     replicas: tuple[int, ...] = ()
     """Ranks that hold the very same state, itself included."""
+    agreed: int = -1
+    """Where replicas were found to differ: the newest version to be trusted, on whatever rank. -1: there is no such limit."""
     in_guard: bool = False
     """Inside `job.guard()`: a newcomer cannot join there, and ranks past it cannot go back."""
     guards: int = 0

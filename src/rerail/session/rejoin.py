@@ -47,6 +47,7 @@ class Rejoiner:
         self._intact = False
         """Whether the state in memory is that of `job._version`, whole."""
         self._training = False
+        self._agreed = -1
         self._phases: dict[str, float] = {}
 
     # --- before the first step ---
@@ -142,9 +143,9 @@ class Rejoiner:
         """An attempt came to nothing. `untouched`: the state is still that of its start."""
         self._intact = self._intact and untouched and self._job._buffers.restore()
 
-    def distrust(self) -> None:
-        """The state in memory may be wrong: it is not to be gone on from, nor given to others."""
-        self._intact = False
+    def distrust(self, agreed: int) -> None:
+        """The state in memory may be wrong: nothing later than `agreed` is to be gone on from, nor given to others."""
+        self._intact, self._agreed = False, agreed
 
     def repair(self, *, in_guard: bool = False) -> None:
         """Park and take part in new generations until one stands."""
@@ -225,6 +226,7 @@ class Rejoiner:
                 small_versions=tuple(sorted(smalls)),
                 snapshots=job._snapshots.versions(),
                 replicas=self._replicas(),
+                agreed=self._agreed,
                 in_guard=in_guard,
                 guards=job._guards,
                 store_port=port,
@@ -247,6 +249,7 @@ class Rejoiner:
         job._checkpoints.moved(plan.depots)
         restore.by_plan(job, plan, self._inherited)
         self._intact = self._joined = True
+        self._agreed = -1
         fabric.collectives = 0  # counted from here on every rank alike, a newcomer included: who is behind can be seen
         job._broke_off = -1
         loaded = time.monotonic()

@@ -33,9 +33,11 @@ EXCHANGE_S = 0.0005
 REMIND_S = 5.0
 """The controller may have been lost together with what it was told."""
 LOOK_S = 0.01
-_SET, _BACK, _DISPUTED, _TOLERANT, _TRACES, _HEAD = range(6)
-"""Columns before the sums: first rank of the set; version to go back to, or -1; version last disputed, or -1; whether to go back is
-in vain; tensors kept of what was disputed."""
+TRIES = 5
+"""Times to go back before it counts as vain. Once is enough where all come to the same different results again."""
+_SET, _BACK, _DISPUTED, _SAME, _TRIES, _TRACES, _HEAD = range(7)
+"""Columns before the sums: first rank of the set; version to go back to, or -1; version last disputed, or -1; whether this rank says the
+same as it did then; how often all went back; tensors kept of what was disputed."""
 
 
 class Votes:
@@ -50,9 +52,12 @@ class Votes:
         self._agreed = -1
         """The newest version on which all replicas agreed."""
         self._disputed = -1
+        """The version at which they differed last, and what this rank said then."""
+        self._first: tuple[int, ...] = ()
+        self._tries = 0
+        """How often all went back since they agreed beyond that; TRIES once it is clear that this does not help."""
         self._traces = Traces()
-        self._tolerant = False
-        """They differ whenever they are asked: to go back does not help."""
+        self._told = False
 
     def due(self) -> bool:
         """By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former."""
@@ -68,35 +73,35 @@ class Votes:
         table = self._exchange()
         if table is None:
             return
-        version, sets = self._job._version, _sets(table)
-        differ = {first: sums for first, sums in sets.items() if len(set(sums.values())) > 1}
-        before = max(row[_DISPUTED] for row in table)
-        back = min(row[_BACK] for row in table)
-        if version <= before or any(row[_TOLERANT] for row in table):
-            self._tolerant, back = self._tolerant or bool(differ), -1
-        told = differ or (sets if version == before else {})
-        peers = sorted(sets.get(table[self._job.rank][_SET], {}))
-        far = {}
-        if differ and back >= 0:
-            tensors = self._job._tracked.trained_tensors() if peers else []
-            self._traces.keep(tensors, each_sum(tensors).cpu(), self._job.rank, self._job.world_size, peers)
-        elif told is sets and peers and len({table[peer][_TRACES] for peer in peers}) == 1:
-            far = self._traces.distances(self._job._tracked.trained_tensors(), self._job.rank, peers)
+        job, version, sets = self._job, self._job._version, _sets(table)
+        differ = {first: votes for first, votes in sets.items() if len(set(votes.values())) > 1}
+        again = version == max(row[_DISPUTED] for row in table)
+        tries = max(row[_TRIES] for row in table)
+        if again and differ and all(table[rank][_SAME] for votes in differ.values() for rank in votes):
+            tries = TRIES
+        back = min(row[_BACK] for row in table) if differ and tries < TRIES else -1
+        peers = sorted(sets.get(table[job.rank][_SET], {}))
+        far: dict[int, float] = {}
+        if back >= 0:
+            tensors = job._tracked.trained_tensors() if peers else []
+            self._traces.keep(tensors, each_sum(tensors).cpu(), job.rank, job.world_size, peers)
+        elif again and not differ and peers and len({table[peer][_TRACES] for peer in peers}) == 1:
+            far = self._traces.distances(job._tracked.trained_tensors(), job.rank, peers)
+        told = differ or (sets if again else {})
         word = None
-        if self._job.rank in told:
-            word = Voted(
-                generation=fabric.generation,
-                version=version,
-                sums=told[self._job.rank],
-                back=back if differ else -1,
-                far=far,
-            )
+        if job.rank in told and (back >= 0 or again or not self._told):
+            word = Voted(generation=fabric.generation, version=version, sums=told[job.rank], back=back, far=far)
+        self._told = bool(differ)
         if not differ:
             self._agreed = version
-        if differ and back >= 0:
-            self._disputed = version
+            self._tries = 0 if self._tries < TRIES and version >= self._disputed else self._tries
+        elif back >= 0:
+            self._disputed, self._first, self._tries = version, tuple(table[job.rank][_HEAD:]), tries + 1
             self._wait_to_go_back(word)
-        elif word is not None and self._link is not None:
+            return
+        else:
+            self._tries = tries
+        if word is not None and self._link is not None:
             self._link.send(word)
 
     def _exchange(self) -> list[list[int]] | None:
@@ -104,13 +109,15 @@ class Votes:
         job = self._job
         if self._replicas is None:
             self._replicas = job._tracked.replicas(job.rank, job.world_size)
-        mine = [self._replicas[0], self._safe(), self._disputed, int(self._tolerant), self._traces.count]
         votes, began = torch.zeros(GROUPS, dtype=torch.int64), time.monotonic()
         if len(self._replicas) > 1:
             votes = sums(job._tracked.trained_tensors())
         self.cost_s = time.monotonic() - began + EXCHANGE_S
+        votes = votes.cpu()
+        same = job._version == self._disputed and tuple(votes.tolist()) == self._first
+        head = [self._replicas[0], self._safe(), self._disputed, int(same), self._tries, self._traces.count]
         table = torch.zeros(job.world_size, _HEAD + GROUPS, dtype=torch.int64)
-        table[job.rank] = torch.cat([torch.tensor(mine, dtype=torch.int64), votes.cpu()])
+        table[job.rank] = torch.cat([torch.tensor(head, dtype=torch.int64), votes])
         with hearing.paused():
             dist.all_reduce(table)
         found: list[list[int]] = table.tolist()
@@ -126,7 +133,7 @@ class Votes:
         job, link = self._job, self._link
         if job._rejoin is None or link is None:
             return
-        job._rejoin.distrust()
+        job._rejoin.distrust(self._agreed)
         job._snapshots.drop_behind(self._agreed)
         job._enter(Phase.PARKED)
         while not fabric.interrupted:
