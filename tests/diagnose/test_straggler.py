@@ -208,7 +208,7 @@ def test_memory_is_bounded() -> None:
     assert all(len(track._history) <= HISTORY for track in watch._tracks)
 
 
-def test_a_step_of_a_thousand_ranks_costs_about_a_millisecond_at_most() -> None:
+def test_a_step_of_a_thousand_ranks_is_not_judged_pair_by_pair() -> None:
     reports = list(run_of(1024, 60, 0.1, 11))
     watch, fastest = StragglerWatch(), 1.0
     for step in range(60):
@@ -216,4 +216,6 @@ def test_a_step_of_a_thousand_ranks_costs_about_a_millisecond_at_most() -> None:
         for rank, at, phases in reports[1024 * step : 1024 * (step + 1)]:
             watch.take(rank, at, phases)
         fastest = min(fastest, time.perf_counter() - began)
-    assert fastest < 0.003, "0.6 ms on a machine with nothing else to do"
+    assert fastest < 0.1, (
+        "0.6 ms on a machine with nothing else to do, a second where every rank is held against every other"
+    )

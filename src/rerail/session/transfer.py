@@ -48,7 +48,11 @@ def exchange(plan: Plan, job: Job) -> None:
 def _send(receiver: int, job: Job) -> None:
     tensors = job._tracked.tensors()
     objects = job._tracked.small_objects(scalars=True)
-    header = Header(table_of(tensors), objects, job._snapshots.every, job._checkpoints.next_save)
+    small = job._small if job._has_batch else None
+    # of this version, not what a void attempt at its step has agreed on: that will be agreed on once more, by all
+    every = small.snapshot_every if small is not None else job._snapshots.every
+    next_save = small.saves[1] if small is not None else job._checkpoints.next_save
+    header = Header(table_of(tensors), objects, every, next_save)
     head = msgspec.msgpack.encode(header)
     dist.send(torch.tensor([len(head)], dtype=torch.int64), receiver)
     dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), receiver)
