@@ -472,3 +472,11 @@ def test_counts_of_one_are_said_as_one(tmp_path: Path) -> None:
 def test_wrong_arguments_are_a_usage_error(tmp_path: Path) -> None:
     for args in ((), ("--colour", "red"), (tmp_path / "none.log",)):
         assert diagnose(*args).returncode == 2
+
+
+def test_logs_that_cannot_be_read_are_no_healthy_logs(tmp_path: Path) -> None:
+    (tmp_path / "core").write_bytes(b"\x7fELF" + bytes(100))
+    assert diagnose(tmp_path / "core").returncode == 2
+    (tmp_path / "train.log").write_text("step 1 loss 2.0\n")
+    told = diagnose("--json", tmp_path)
+    assert told.returncode == 0 and list(json.loads(told.stdout)["unread"]) == [str(tmp_path / "core")]

@@ -68,6 +68,15 @@ def test_bits_that_flip_again_and_again_on_both_ranks_leave_no_trace(start: Star
     assert run.digests == again.digests, run.told("the weights of an undisturbed run")
 
 
+def test_a_flip_in_the_very_last_step_is_found_before_the_job_ends(start: Start) -> None:
+    run = start("ddp", "30", "--flip-at", "29", ranks=2)
+    run.finish()
+    assert {one.rank for one in events(run, "training.replica_differs")} == {1}, run.told("rank 1 to be named")
+    again = start("ddp", "30", ranks=2)
+    again.finish()
+    assert run.digests == again.digests, run.told("the weights of an undisturbed run")
+
+
 def test_replicas_that_always_differ_are_told_of_once_and_train_on(start: Start) -> None:
     run = start("ddp", "60", "--sleep", "0.02", "--drift-from", "20", ranks=2, env={"RERAIL_VOTE_EVERY": "10"})
     run.finish()

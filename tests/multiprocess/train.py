@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--fault", default="")
     parser.add_argument("--guard-every", type=int, default=0)
+    parser.add_argument("--flip-at", type=int, default=-1, help="in this step a parameter of rank 1 goes astray")
     parser.add_argument("--inner", action="store_true", help="track the module inside of DDP")
     parser.add_argument("--drift-from", type=int, default=-1, help="from this step on rank 1 goes its own way")
     args = parser.parse_args()
@@ -174,6 +175,8 @@ def main() -> None:
             if job.rank == 1 and 0 <= args.drift_from <= job.version:
                 optimizer.param_groups[0]["params"][0].grad += 0.01
             optimizer.step()
+            if job.rank == 1 and args.flip_at == job.version and once("flip"):
+                next(model.parameters()).data[0, 0] += 0.25
             scheduler.step()
             optimizer.zero_grad()
         if job.version >= 0:

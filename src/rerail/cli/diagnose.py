@@ -41,22 +41,25 @@ def run(args: argparse.Namespace) -> int:
     matcher = Matcher(catalog_here("diagnose", args.faults).faults)
     reader = Reader(matcher)
     found: list[Sighting] = []
+    count = 0
     for name in args.logs:
         if name == "-":
             found += reader.open(sys.stdin.buffer, "stdin")
+            count += 1
         else:
             for path in files_of([name]):
                 found += reader.read(path)
+                count += 1
     for name, why in reader.unreadable.items():
         print(f"rerail diagnose: {name} cannot be read: {why}", file=sys.stderr)
-    if reader.unreadable and not reader.size:
-        raise UsageError("none of the logs can be read")
     verdict = judge(found)
-    print(as_json(verdict) if args.json else as_text(verdict, reader, everything=args.all))
+    if verdict.root is None and len(reader.unreadable) == count:
+        raise UsageError("none of the logs can be read")
+    print(as_json(verdict, reader) if args.json else as_text(verdict, reader, everything=args.all))
     return FOUND if verdict.root is not None else 0
 
 
-def as_json(verdict: Verdict) -> str:
+def as_json(verdict: Verdict, reader: Reader) -> str:
     """For programs; `root` is null when nothing is wrong."""
     body: dict[str, Any] = {
         "root": _plain(verdict.root) if verdict.root is not None else None,
@@ -65,6 +68,7 @@ def as_json(verdict: Verdict) -> str:
         "confidence": verdict.confidence,
         "why": verdict.why,
         "hardware": verdict.hardware,
+        "unread": reader.unreadable,
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode()
 

@@ -28,7 +28,8 @@ _VALUE = re.compile(
 )
 _OPEN = re.compile(_VALUE.pattern + r"\Z", re.IGNORECASE | re.DOTALL)
 _TALK = re.compile(
-    r"^\W{0,4}(?:prompt|completion|question|answer|instruction|user|assistant|human)s?(?:\[\d{1,9}\]|\s?#?\d{1,9})?\s?[:=]>?\s",
+    r"^(?:<\|(?:im_start\|>\s{0,2})?|\[/?INST\]\s{0,2}|<)?(?:system|user|assistant|human)(?:\|?>)"
+    r"|^\W{0,4}(?:prompt|completion|question|answer|instruction|user|assistant|human)s?(?:\[\d{1,9}\]|\s?#?\d{1,9})?\s?[:=]>?\s",
     re.IGNORECASE,
 )
 """A line of a conversation, without quotes."""

@@ -176,6 +176,8 @@ class Injections:
             if KINDS[order.kind].where is Where.STEP and rank is not None and rank.version < 0:
                 late = f"{late} (rank {order.rank} has not completed a step yet: it is done in the first)"
             return 504, {**about, "refused": late}
+        except asyncio.CancelledError:  # whoever serves this question ends
+            return 503, {**about, "refused": "the job ended before it was done"}
         finally:
             self._asking.pop(order.id, None)
         if signal.source == REFUSED:

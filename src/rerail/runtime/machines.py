@@ -19,6 +19,7 @@ from rerail.flow import AnyRecord, Event, Role, Severity, Signal
 from rerail.runtime.incident import Incident
 
 HEALTH = (MACHINE, "training.")
+VOTE = "training.vote"
 """Sources of signals that tell how machines and training are, and that nothing has broken yet."""
 WINDOW_S = 120.0
 """Seconds between a fault of the machine and one of a rank in which the first may be the cause of the second."""
@@ -93,7 +94,8 @@ class Machines:
             del self._standing[oldest]
         # what concerns the training is told by every rank at once
         again = signal.source != MACHINE and event.at - self._told.get(event.code, 0.0) < FOLD_S
-        if known is None and not again and event.severity in LOUD:
+        anew = known is None or signal.source == VOTE  # a verdict is no state that lasts
+        if anew and not again and event.severity in LOUD:
             self._told[event.code] = event.at
             seen = event.evidence[:200]
             text = f"{event.message} ({event.code})" + (f": {seen}" if seen not in event.message else "")

@@ -169,6 +169,8 @@ class Job:
                 self._rejoin.repair()
             self._drop_batch_behind(until)
             if not self._has_batch and not self._fetch(until):
+                if not self._votes.agree_at_the_end():
+                    continue
                 self._save_last()
                 if self._rejoin is None or self._rejoin.finish():
                     return

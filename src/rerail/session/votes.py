@@ -66,10 +66,24 @@ class Votes:
             return False
         return version % self._every == 0 or version % max(1, small.snapshot_every) == 0 or version == small.saves[1]
 
+    def agree_at_the_end(self) -> bool:
+        """Before the last step is saved. False when all go back, or a fault elsewhere needs this rank."""
+        if self._every and not fabric.interrupted:
+            fabric.shield(True)
+            self._job._enter(Phase.COMPUTE)
+            try:
+                self._agree()
+            finally:
+                fabric.shield(False)
+                self._job._enter(Phase.OUTSIDE)
+        return not fabric.interrupted
+
     def agree(self) -> None:
         """At the beginning of a step: are the replicas alike? If not, wait to be sent back."""
-        if not self.due():
-            return
+        if self.due():
+            self._agree()
+
+    def _agree(self) -> None:
         table = self._exchange()
         if table is None:
             return
