@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -462,6 +463,27 @@ def test_a_disk_is_not_slowed_for_others(tmp_path: Path) -> None:
         breaking.slow_disk(str(tmp_path), [os.getpid()], lambda pid: False)
     with pytest.raises(Refused, match="not on a disk"):
         breaking.slow_disk("/proc", [os.getpid()], lambda pid: True)
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/blkio", os.W_OK), reason="no cgroup v1 that may be written")
+def test_a_disk_is_slowed_for_a_rank_and_its_children_and_all_is_put_back(tmp_path: Path) -> None:
+    def group_of(pid: int) -> str:
+        return next(line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if ":blkio:" in line)
+
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        child, before = int(rank.stdout.readline()), group_of(rank.pid)
+        broken = breaking.slow_disk(str(tmp_path), [rank.pid], lambda pid: True)
+        assert broken.undo is not None
+        try:
+            assert all("rerail-slow-disk" in group_of(pid) for pid in (rank.pid, child)), broken
+            limit = Path("/sys/fs/cgroup/blkio", group_of(rank.pid).split(":", 2)[2].lstrip("/"))
+            assert str(breaking.SLOW_DISK) in (limit / "blkio.throttle.write_bps_device").read_text()
+        finally:
+            broken.undo()
+            os.kill(child, signal.SIGKILL)
+        assert group_of(rank.pid) == before and not limit.exists()
+        rank.kill()
 
 
 def test_memory_is_only_filled_below_a_small_limit() -> None:

@@ -15,6 +15,8 @@ from rerail.detect.monitor import SOURCE as MACHINE
 from rerail.flow import Event, Severity, Signal
 from rerail.runtime.machines import HEALTH, WINDOW_S
 
+VERDICTS = "training.replica"
+
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of one device, node or rank, however often it was told."""
@@ -37,7 +39,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str = ""
 
     def near(self, begin: float, end: float) -> bool:
-        """Whether it was there in this time, or shortly before."""
+        """Whether it was there in this time, or shortly before. Which replica was wrong shows when it is all over."""
+        if self.code.startswith(VERDICTS):
+            return self.last >= begin
         until = self.over_at if self.over else self.last if self.passing else math.inf
         return self.first <= end and until >= begin - WINDOW_S
 

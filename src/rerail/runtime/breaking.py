@@ -11,12 +11,14 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from rerail.errors import RerailError
 from rerail.runtime.injections import dice
+from rerail.runtime.processes import descendants
 
 KMSG = Path("/dev/kmsg")
 KMSG_MARK = "rerail-inject: "
@@ -108,16 +110,22 @@ def _take(fd: int, at: int, size: int) -> int:
 
 
 def slow_disk(folder: str, pids: Iterable[int], ours: Callable[[int], bool]) -> Broken:
-    """io.max of the cgroup of these processes. Only of a cgroup v2 in which there is nobody else."""
+    """By the cgroup of these processes: v2 where there is nobody else in it, v1 by a cgroup of their own."""
     try:
         device = _disk_of(os.stat(folder).st_dev)
     except OSError as error:
         raise Refused(f"{folder} is not on a disk of its own: {error.strerror}") from None
-    groups = {_cgroup_v2(pid) for pid in pids}
-    if not groups:
+    ranks = [pid for pid in pids if ours(pid)]
+    if not ranks:
         raise Refused("there is no rank on this node")
+    blkio = _mounted("cgroup", "blkio")
+    return _slowed_apart(device, Path(blkio), ranks) if blkio else _slowed_in_place(device, ranks, ours)
+
+
+def _slowed_in_place(device: str, pids: list[int], ours: Callable[[int], bool]) -> Broken:
+    """io.max of a cgroup v2."""
     limits = []
-    for group in groups:
+    for group in {_cgroup_v2(pid) for pid in pids}:
         if group is None or not (group / "io.max").exists():
             raise Refused("the ranks are not in a cgroup v2 with the io controller, so their disk cannot be slowed")
         strangers = [pid for pid in map(int, (group / "cgroup.procs").read_text().split()) if not ours(pid)]
@@ -138,6 +146,38 @@ def slow_disk(folder: str, pids: Iterable[int], ours: Callable[[int], bool]) -> 
                 limit.write_text(f"{device} rbps=max wbps=max")
 
     return Broken(f"disk {device} is throttled to {SLOW_DISK >> 20} MiB/s for {len(limits)} cgroups", undo)
+
+
+def _slowed_apart(device: str, mounted: Path, pids: list[int]) -> Broken:
+    """A cgroup v1 of their own for the ranks and what they have started, and back to the old one when it is over."""
+    before = next((line.split(":", 2)[2] for line in _cgroups(pids[0]) if ":blkio:" in line), "/")
+    home = mounted / before.lstrip("/")
+    group = home / f"rerail-slow-disk-{os.getpid()}"
+
+    def undo() -> None:
+        for _ in range(50):  # what is started meanwhile is born in the group
+            with contextlib.suppress(OSError):
+                _move((group / "cgroup.procs").read_text().split(), home)
+                group.rmdir()
+            if not group.exists():
+                return
+            time.sleep(0.02)
+
+    try:
+        group.mkdir()
+        for what in ("read", "write"):
+            (group / f"blkio.throttle.{what}_bps_device").write_text(f"{device} {SLOW_DISK}")
+        _move([pid for rank in pids for pid in (rank, *descendants(rank))], group)
+    except OSError as error:
+        undo()
+        raise Refused(f"{group} cannot be made or used: {error.strerror}; this needs root") from None
+    return Broken(f"disk {device} is throttled to {SLOW_DISK >> 20} MiB/s for {len(pids)} ranks", undo)
+
+
+def _move(pids: Iterable[int | str], group: Path) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            (group / "cgroup.procs").write_text(str(pid))
 
 
 def _disk_of(device: int) -> str:
