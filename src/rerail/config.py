@@ -165,7 +165,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     snapshot_cost: float = 0.001
     """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
     vote_every: int = 100
-    """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; 0: never. One pass over parameters and optimizer state each."""
+    """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; they are also compared whenever a snapshot or checkpoint is taken, and at the end. 0: never at all. One pass over parameters and optimizer state each."""
     snapshot_memory: str = ""
     """Most memory that the snapshots of one rank may take, such as `8GiB`; by default what its node can spare. Where they do not fit, checkpoints are written straight from the tensors, and the training waits for each."""
     detectors: int = 1

@@ -86,7 +86,7 @@ def test_a_merged_log_names_line_rank_and_action(tmp_path: Path) -> None:
 
 def test_the_form_of_the_answer_is_kept(tmp_path: Path) -> None:
     body = verdict(log(tmp_path / "a.log", XID))
-    assert set(body) == {"root", "echoes", "action", "confidence", "why", "hardware"}
+    assert set(body) == {"root", "echoes", "action", "confidence", "why", "hardware", "unread"}
     fields = {
         "code",
         "aliases",
@@ -213,7 +213,7 @@ def test_what_cannot_be_read_does_not_hide_the_rest(tmp_path: Path) -> None:
 def test_endless_input_without_lines_comes_to_an_end() -> None:
     with open("/dev/zero", "rb") as zeros:
         done = diagnose("-", stdin=zeros.fileno())
-    assert done.returncode == 0 and "it is no log" in done.stderr
+    assert done.returncode == 2 and "it is no log" in done.stderr
 
 
 def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
