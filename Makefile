@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.rerail-setup
 ARGS ?=
 
-.PHONY: help setup check format test test-crash test-s3 demo bench bench-checkpoint bench-detect clean
+.PHONY: help setup check format test test-slow test-crash test-s3 demo bench bench-checkpoint bench-detect bench-partitions soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   virtual environment in .venv, with rerail and its tools"
 	@echo "make demo    four ranks train a small GPT while things break"
 	@echo "make test    all tests"
+	@echo "make test-slow  tests that take minutes each"
 	@echo "make test-crash  saves killed at every system call, power cuts, full disks (minutes; as root on Linux)"
 	@echo "make test-s3 checkpoints in an S3 store: a real client and server, on this machine"
 	@echo "make check   ruff, mypy --strict, import layers, module sizes, fault catalogue"
@@ -19,6 +20,8 @@ help:
 	@echo "make bench   recovery benchmark (ARGS=--quick for a short one)"
 	@echo "make bench-checkpoint  saving and loading beside fio and DCP (minutes, and 10 GB of disk)"
 	@echo "make bench-detect  detection and diagnosis: latency, cost, throughput (four minutes)"
+	@echo "make bench-partitions  a job of three nodes, parted 200 times (an hour; as root on Linux)"
+	@echo "make soak    1,000 faults of all kinds in one job, also two at a time (hours; as root on Linux; ARGS='--faults 100 --seed 2')"
 	@echo "make clean   remove caches and build output; .venv stays"
 
 setup: $(STAMP)
@@ -44,8 +47,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Jobs of several nodes are tested in network namespaces; where those cannot be had, their tests say so and are skipped.
 test: $(STAMP)
+	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; } >/dev/null 2>&1 || true
 	$(BIN)/pytest -n 2 $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow $(ARGS)
 
 # One process: the tests mount images and count system calls.
 test-crash: $(STAMP)
@@ -71,6 +79,14 @@ bench-checkpoint: $(STAMP)
 
 bench-detect: $(STAMP)
 	$(BIN)/python bench/detect.py $(ARGS)
+
+bench-partitions: $(STAMP)
+	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
+	$(BIN)/python bench/partitions.py $(ARGS)
+
+soak: $(STAMP)
+	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
+	$(BIN)/python bench/chaos.py $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis bench/results

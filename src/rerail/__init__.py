@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rerail.errors import JobStopped, RerailError, StateError, StepInterrupted
 
 if TYPE_CHECKING:
+    from rerail.session.dealing import Dealer as Dealer
     from rerail.session.job import Job as Job
     from rerail.session.join import join as join
 
 __version__ = "0.1.0"
-__all__ = ["Job", "JobStopped", "RerailError", "StateError", "StepInterrupted", "join"]
+__all__ = ["Dealer", "Job", "JobStopped", "RerailError", "StateError", "StepInterrupted", "join"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from rerail.session.job import Job
 
         return Job
+    if name == "Dealer":
+        from rerail.session.dealing import Dealer
+
+        return Dealer
     raise AttributeError(f"module 'rerail' has no attribute {name!r}")

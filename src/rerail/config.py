@@ -69,8 +69,14 @@ DETECTORS = (
     "nvidia.xid",
 )
 """Names of all detectors and watchers, for `detectors_off`."""
+ROLL_BACK = ("nan", "spike", "divergence")
+"""Faults of the training, for `roll_back`."""
 CLOUDS = ("aws", "gcp", "azure")
 """Whose metadata services tell of what is going to happen to a machine."""
+HANDLINGS = ("rescheduling", "graceful")
+"""Presets of handling: move to healthy devices first, or try to recover the faulty one first."""
+SUBJECTS = ("rank", "node", "job")
+"""What `restart_limits` counts restarts of."""
 _SENDER = re.compile(r"[A-Za-z0-9][\w.@:/-]{0,127}", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -97,6 +103,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """--run-path: run the script by runpy.run_path in the rank's interpreter."""
     min_nodes: int = 1
     max_nodes: int = 1
+    spare_nodes: int = 0
+    """Nodes beyond those that are let in and wait until one of the others is lost."""
+    spare_devices: int = 0
+    """Places for ranks on each node beyond --nproc-per-node, left empty until a device is lost."""
     endpoint_host: str = "127.0.0.1"
     endpoint_port: int = 0
     """The controller's address. Port 0 picks a free one, possible on a single node only."""
@@ -130,6 +140,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     numa_binding: str = ""
 
+    @property
+    def several_nodes(self) -> bool:
+        return self.max_nodes + self.spare_nodes > 1
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rerail behaves. Every field can stand in rerail.toml and as RERAIL_<NAME> in the environment."""
@@ -150,10 +164,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The same factor for a rank that burns CPU."""
     beat_s: float = 0.1
     """Seconds between two beats of a rank's watcher thread and between two looks of the agent."""
-    agent_lost_s: float = 5.0
-    """Seconds without a word from an agent before it counts as lost. A closed connection counts after `agent_back_s`."""
+    agent_lost_s: float = 10.0
+    """Seconds without a word from an agent before it counts as lost. In a job of several nodes an agent that hears nothing from the controller ends its ranks after three quarters of this, so that no rank ever runs twice."""
     agent_back_s: float = 2.0
-    """Seconds an agent whose connection broke has to come back (a new controller, a hiccup) before it is lost."""
+    """Seconds an agent whose connection broke has to come back (a new controller, a hiccup) before it is lost. With several nodes it has `agent_lost_s` since its last word, if that is more."""
+    node_wait_s: float = 30.0
+    """Seconds a restart waits for a lost node, or another in its place, before it makes do with the others (`--nnodes MIN:MAX`)."""
+    controller_away_s: float = 300.0
+    """Seconds for which the agents of other nodes wait for a lost controller to come back, before they give the job up."""
     park_timeout_s: float = 30.0
     """Seconds a survivor may take to run out an interrupted step, at least; ten median steps if that is more."""
     build_timeout_s: float = 600.0
@@ -166,8 +184,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
     vote_every: int = 100
     """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; they are also compared whenever a snapshot or checkpoint is taken, and at the end. 0: never at all. One pass over parameters and optimizer state each."""
+    roll_back: str = "nan"
+    """Faults of the training after which all ranks go back to before them and compute the same again, then leave the data out: `nan` (loss or gradient norm not finite), `spike` (of the loss), `divergence`. Empty: they are only told."""
+    roll_back_limit: int = 3
+    """Times that all may go back in a row, with less than 100 steps of progress between two of them, before the job is stopped with exit code 93."""
     snapshot_memory: str = ""
     """Most memory that the snapshots of one rank may take, such as `8GiB`; by default what its node can spare. Where they do not fit, checkpoints are written straight from the tensors, and the training waits for each."""
+    storage_hang_s: float = 30.0
+    """Seconds without any progress after which a place for checkpoints counts as hung and is left alone until it answers again; five times the usual if that is more."""
     detectors: int = 1
     """1: every node watches its own hardware, kernel log, network and storage, in a process of about 40 MB; 0: it does not."""
     detectors_off: str = ""
@@ -182,6 +206,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where notices of preemption and maintenance come from: absolute files that appear or change, and the metadata services `aws`, `gcp` and `azure`."""
     node_store: str = ""
     """What every node keeps for the place `nodes://`: `memory:8GiB`, or a directory of its own. Nothing by default: it takes memory, and each node then listens for the others."""
+    handling: str = "rescheduling"
+    """What is tried first when a device is faulty: `rescheduling` moves its work to healthy devices, `graceful` tries to recover the device in place before."""
+    rungs: str = ""
+    """Rungs of the ladder that may be taken, such as `replace_rank, restart_all, stop`; all when empty. The job may always be stopped when nothing else is left."""
+    restart_limits: str = "rank=20, node=60, job=200"
+    """How often the processes of one rank, of one node and of the whole job may be started anew within `restart_window_s`; beyond that the next rung is taken. A rank that needs one every three minutes has a fault that a new process does not repair, though each costs little; a node has several ranks, a job several nodes. What is not named has no limit."""
+    restart_window_s: float = 3600.0
+    """Seconds that `restart_limits` look back."""
+    reset_command: str = ""
+    """What resets a device, with `{device}` for its number; by default the vendor's own tool, where there is one: `nvidia-smi --gpu-reset -i {device}`. It is run when a fault asks for a reset and no rank uses the device."""
+    reset_limit: int = 3
+    """Times one device may be reset within six hours; a device that needs more is not repaired by resets. 0: devices are never reset."""
+    policy: tuple[dict[str, Any], ...] = ()
+    """What to do about which fault, if not what the shipped mapping says: `[[policy]]` tables of `rerail.toml`, see [policy](policy.md)."""
+    escalation: tuple[dict[str, Any], ...] = ()
+    """When faults that come often or last count for more, if not by the shipped rules: `[[escalation]]` tables of `rerail.toml`, see [policy](policy.md)."""
+
+
+TABLES = ("policy", "escalation")
+"""Settings that are tables: they stand in the file only."""
 
 
 def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ, **explicit: Any) -> Settings:
@@ -192,6 +236,8 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ,
     known = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     for name, kind in known.items():
         raw = env.get(f"RERAIL_{name.upper()}")
+        if raw is not None and name in TABLES:
+            raise ConfigError(f"environment variable RERAIL_{name.upper()}: [[{name}]] tables stand in {FILE} only")
         if raw is not None:
             values[name] = raw if kind is str else _number(raw, f"environment variable RERAIL_{name.upper()}")
     values.update({name: value for name, value in explicit.items() if value is not None})
@@ -226,6 +272,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     for name in values:
         if name not in known:
             raise ConfigError(f"{path}: unknown setting {name!r}{guess(name, known)}")
+    for name in TABLES:
+        rows = values.get(name, [])
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ConfigError(f"{path}: {name} is no list of tables; write each as [[{name}]]")
     return values
 
 
@@ -268,6 +318,21 @@ def listed(text: str) -> list[str]:
     return [item.strip() for item in text.replace("\n", ",").split(",") if item.strip()]
 
 
+def limits_of(text: str) -> dict[str, int]:
+    """The setting `restart_limits`: `rank=20, node=60, job=200`."""
+    found = {}
+    for item in listed(text):
+        name, given, number = (part.strip() for part in item.partition("="))
+        if name not in SUBJECTS:
+            raise ConfigError(
+                f"setting restart_limits: {name!r} is not one of {', '.join(SUBJECTS)}{guess(name, SUBJECTS)}"
+            )
+        if not given or not number.isdecimal():
+            raise ConfigError(f"setting restart_limits: {item!r} is not understood; write {name}=5")
+        found[name] = int(number)
+    return found
+
+
 def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
     """Refuse a directory for dropped faults that cannot be used, before anything is started."""
     folder = env.get(DROP_DIR, "")
@@ -286,6 +351,12 @@ def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_ranges(settings: Settings) -> None:
+    limits_of(settings.restart_limits)
+    if settings.handling not in HANDLINGS:
+        raise ConfigError(
+            f"setting handling is {settings.handling!r}, but must be one of {', '.join(HANDLINGS)}"
+            f"{guess(settings.handling, HANDLINGS)}"
+        )
     if settings.node_store:
         node_memory(settings.node_store)
     if settings.snapshot_memory:
@@ -296,6 +367,10 @@ def _check_ranges(settings: Settings) -> None:
             raise ConfigError(
                 f"setting detectors_off: there is no detector {item!r}{known or f' (there are: {chr(32).join(DETECTORS)})'}"
             )
+    for item in listed(settings.roll_back):
+        if item not in ROLL_BACK:
+            known = guess(item, ROLL_BACK) or f" (there are: {', '.join(ROLL_BACK)})"
+            raise ConfigError(f"setting roll_back: there is no fault of the training called {item!r}{known}")
     for item in listed(settings.fault_senders):
         if not _SENDER.fullmatch(item):
             parts = ", ".join(_SENDER.findall(item)) or "dcgm, gpud"
@@ -310,5 +385,5 @@ def _check_ranges(settings: Settings) -> None:
             )
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
-        if not isinstance(value, str) and value < 0:
+        if isinstance(value, int | float) and value < 0:
             raise ConfigError(f"setting {field.name} is {value}, but must not be negative")

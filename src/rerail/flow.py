@@ -62,10 +62,25 @@ class Handling(StrEnum):
 
 
 class Rung(StrEnum):
-    """The recovery ladder, finest first. Later rungs are added here as they are built."""
+    """The recovery ladder, finest first. What each does, costs and needs: `decide.ladder`."""
 
     RETRY_STEP = "retry_step"
+    ROLL_BACK = "roll_back"
+    """To a version from before a fault of the training itself; for nothing else."""
+    HOT_SWITCH = "hot_switch"
+    """A spare is made ready first, then takes the place of a rank that still works."""
     REPLACE_RANK = "replace_rank"
+    """In its own place."""
+    RESET_DEVICE = "reset_device"
+    """The same, once its device was reset."""
+    SWAP_DEVICE = "swap_device"
+    """In another place of the same node."""
+    SWAP_NODE = "swap_node"
+    """On another node."""
+    GROW = "grow"
+    """Empty seats are filled again."""
+    SHRINK = "shrink"
+    """The seats of lost ranks stay empty, and the others share their work."""
     RESTART_ALL = "restart_all"
     STOP = "stop"
 
@@ -83,6 +98,16 @@ class Fidelity(StrEnum):
 
     EXACT = "exact"
     APPROXIMATE = "approximate"
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Where a rank runs: a node, and the number of a device there, which is the rank's LOCAL_RANK."""
+
+    node: str
+    device: int
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.device}"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -130,6 +155,8 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     first_seen: float = 0.0
     last_seen: float = 0.0
     count: int = 1
+    trusted: int = -1
+    """Where the state itself may be wrong: the newest version from before that. -1: it is not."""
 
 
 class Diagnosis(Record, frozen=True, kw_only=True, tag="diagnosis"):
@@ -153,6 +180,8 @@ class Diagnosis(Record, frozen=True, kw_only=True, tag="diagnosis"):
     """The rule that named the root."""
     summary: str = ""
     evidence: tuple[str, ...] = ()
+    trusted: int = -1
+    """The lowest of its events': nothing newer is to be gone on from."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +212,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     feasible: bool
     why: str
     expected: Cost = Cost()
+    odds: float = 1.0
+    """How likely it is to succeed, by what was seen in this job."""
+
+    @property
+    def price(self) -> float:
+        """What it costs until it has succeeded: by this the rungs are compared."""
+        return self.expected.total / self.odds
 
 
 class Decision(Record, frozen=True, kw_only=True, tag="decision"):
@@ -194,8 +230,12 @@ class Decision(Record, frozen=True, kw_only=True, tag="decision"):
     why: str = ""
     ranks: tuple[int, ...] = ()
     """Ranks to be replaced, empty where every process stays."""
+    moves: dict[int, Place] = {}
+    """Those of them that get another place."""
     candidates: tuple[Candidate, ...] = ()
     budget_left: int = 0
+    skips: dict[int, int] = {}
+    """Batches that are left out from now on: how many before the step that begins from this version."""
     exit_code: int = 0
     """What the job exits with when the rung is STOP: 1 may be requeued, 93 must not."""
 
@@ -254,6 +294,8 @@ class Report(Record, frozen=True, kw_only=True, tag="report"):
     attempts: int = 1
     ranks: tuple[int, ...] = ()
     node: str = ""
+    moves: dict[int, Place] = {}
+    """Ranks that have another place now."""
     links: tuple[str, ...] = ()
     """Ids of the signals, events, diagnosis, decision, actions and recovery of this incident."""
 

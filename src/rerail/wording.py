@@ -1,9 +1,9 @@
-"""Small words of messages for people: counts, and guesses at what was meant. Called everywhere; imports nothing of rerail."""
+"""Small words of messages for people: counts, ranks, and guesses at what was meant. Called everywhere; imports nothing of rerail."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, what: str) -> str:
@@ -11,7 +11,17 @@ def counted(number: int, what: str) -> str:
     return f"{number if number < 10_000 else f'{number:,}'} {what}{'' if number == 1 else 's'}"
 
 
+def ranks(numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1`."""
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The one of those that are known that is much like it; empty where none is."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), "")
+
+
 def guess(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` where one of those that are known is much like it, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = closest(word, known)
+    return f"; did you mean {close}?" if close else ""

@@ -15,6 +15,7 @@ from rerail.checkpoint import catalog, copying, names, saving
 from rerail.checkpoint.copying import Copier, copied, copy_step
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.names import StepId
+from rerail.checkpoint.places import Places
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Order, Outcome
 from rerail.checkpoint.tiers import Source, tier_at
@@ -139,7 +140,7 @@ def test_of_steps_that_wait_only_the_newest_is_copied_and_those_under_way_are_kn
 ) -> None:
     begun, go_on, told = threading.Event(), threading.Event(), list[Outcome]()
 
-    def slow_copy(order: Order, url: str, target: str) -> Outcome:
+    def slow_copy(order: Order, url: str, target: str, places: Places) -> Outcome:
         begun.set()
         assert go_on.wait(LIMIT_S)
         return Outcome(version=order.version, ok=True, copied_to=target)
@@ -190,7 +191,8 @@ def test_a_place_that_cannot_be_copied_to_costs_nothing_but_the_copy(tmp_path: P
     assert all(writer.close(LIMIT_S) for writer in writers)
     copies = {Path(outcome.copied_to).name: outcome.ok for outcome in told if outcome.copied_to}
     assert copies == {"slow": False, "far": True}
-    assert [outcome.ok for outcome in told if not outcome.copied_to] == [True, True]
+    assert [outcome.ok for outcome in told if not outcome.copied_to and not outcome.place] == [True, True]
+    assert [(outcome.place, Path(outcome.url).name) for outcome in told if outcome.place] == [("out", "slow")]
 
 
 def test_retention_leaves_a_step_alone_while_it_is_copied(

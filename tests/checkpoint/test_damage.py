@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from two_ranks import Job, load, start
 
-from rerail.checkpoint import catalog, header, manifest, names, reading
+from rerail.checkpoint import catalog, header, manifest, names, reading, retention
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.names import StepId
@@ -466,5 +466,17 @@ def test_what_could_not_be_loaded_is_not_committed(tmp_path: Path) -> None:
     alone = job.order(NEW.step, [tmp_path], 0, deadline_s=1.0)
     outcome = job.carry_out(msgspec.structs.replace(alone, group=(0,)))
     job.close()
-    assert not outcome.ok and "1 of 2 ranks" in outcome.notes[0]
+    assert not outcome.ok and "384 of them were saved" in outcome.notes[0]
     assert start([FileTier(tmp_path)]).version == 0
+
+
+def test_a_step_that_is_not_to_be_trusted_is_passed_over_for_good_and_left_to_people(root: Path) -> None:
+    tier = FileTier(root)
+    catalog.distrust([tier], NEW, "the training had gone wrong behind step 15")
+    expect_old(root, "distrusted")
+    with pytest.raises(CheckpointError, match="gone wrong behind step 15"):
+        catalog.open_step(tier, NEW)
+    assert retention.prune(tier, retention.Keep(last=1), OLD, set()) == []
+    assert (root / NEW.folder).is_dir()
+    catalog.distrust([tier], StepId(1, 30, 0), "not there")
+    assert not (root / StepId(1, 30, 0).folder).exists()

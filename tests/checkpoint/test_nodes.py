@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from two_ranks import Job, start
 
-from rerail.checkpoint import calls, nodes, saving
+from rerail.checkpoint import calls, nodes, places, saving
 from rerail.checkpoint.calls import Answer, Call
 from rerail.checkpoint.depot import Depot, store_of
 from rerail.checkpoint.files import FileTier
@@ -183,7 +183,7 @@ def reached(job: Job, tiers: list[Tier], *, lasting: bool = False) -> Iterator[N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "carry_out", on_its_node)
-        patch.setattr(saving, "tier_at", here)
+        patch.setattr(places, "tier_at", here)
         yield
 
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rerail.checkpoint import boxes, catalog, dtypes, manifest, reshard, saving, staging
+from rerail.checkpoint import boxes, catalog, dtypes, manifest, reshard, shards, staging
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.boxes import Box
 from rerail.checkpoint.catalog import Step
@@ -42,7 +42,7 @@ many = settings(max_examples=200, deadline=None)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a page, so that small tensors have several, and no room for small state that is not there."""
     monkeypatch.setattr(manifest, "CHUNK", CHUNK)
-    monkeypatch.setattr(saving, "RankManifest", functools.partial(RankManifest, chunk=CHUNK))
+    monkeypatch.setattr(shards, "RankManifest", functools.partial(RankManifest, chunk=CHUNK))
     monkeypatch.setattr(staging, "SMALL_ROOM", 4096)
 
 

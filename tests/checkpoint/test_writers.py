@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import Job, insist, load, start
 
-from rerail.checkpoint import catalog, names, persister, retention, saving
+from rerail.checkpoint import catalog, names, persister, retention, saving, shards
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.manifest import Commit, RankEntry
 from rerail.checkpoint.names import StepId
@@ -164,7 +164,7 @@ def test_all_ranks_go_to_the_next_tier_if_one_cannot_write(
     outcomes = job.save(20, [one, two])
     saved(outcomes)
     assert {outcome.url for outcome in outcomes} == {str(two)}
-    assert len(set(tried)) == saving.TRIES, "every try is to be a new file"
+    assert len(set(tried)) == shards.TRIES, "every try is to be a new file"
     there = FileTier(one).names(StepId(1, 20, 0).folder)
     assert names.failure_name(rank) in there and names.ABORT in there and names.COMMIT not in there
     loaded = start([FileTier(one), FileTier(two)])
@@ -261,7 +261,7 @@ def test_leftovers_of_crashes_do_not_disturb_later_saves(tmp_path: Path, job: Jo
     saved(job.save(10, [tmp_path], keep=Keep(last=2)))
     folder = tmp_path / StepId(1, 20, 0).folder
     folder.mkdir()
-    for attempt in range(saving.TRIES + 1):
+    for attempt in range(shards.TRIES + 1):
         (folder / names.shard_name(0, attempt)).write_bytes(b"half")
     (folder / ".rank-00000.json.12345678").write_bytes(b"{")
     unfinished = tmp_path / StepId(1, 15, 0).folder

@@ -208,7 +208,7 @@ def test_show_says_how_tensors_are_split(tmp_path: Path, capsys: Capture) -> Non
     assert split["model.rows"] == "2 parts along dimension 0, ranks 0, 1"
     assert split["model.columns"] == "2 parts along dimension 1, ranks 0, 1"
     assert split["model.one"] == "whole, rank 0"
-    assert "saved by 2 ranks" in refused(capsys, "show", tmp_path, "--rank", 2)
+    assert "saved by ranks 0, 1" in refused(capsys, "show", tmp_path, "--rank", 2)
 
 
 def test_a_small_state_of_another_kind_is_said_to_be_so() -> None:

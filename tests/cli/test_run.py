@@ -1,4 +1,6 @@
 import argparse
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from rerail.cli.main import Parser, main
 from rerail.cli.run import add_arguments, parse, settings_from, spec_from
 from rerail.config import JobSpec
 from rerail.errors import RerailError, UsageError
+from rerail.runtime.journal import FILE_NAME, Journal
 
 Spec = Callable[..., JobSpec]
 
@@ -172,6 +175,40 @@ def test_a_run_directory_belongs_to_one_job(spec: Spec, folder: Path) -> None:
     first, second = spec("--rdzv-id", "a", "train.py"), spec("--rdzv-id", "a", "train.py")
     assert first.job == second.job
     assert first.run_dir != second.run_dir
+
+
+def test_a_job_that_is_over_may_run_again_in_its_own_run_directory_and_finds_its_quarantine(
+    spec: Spec, folder: Path
+) -> None:
+    again = ("--rdzv-id", "a", "--rdzv-backend", "c10d", "--run-dir", "mine", "train.py")
+    path = Path(spec(*again).run_dir)
+    with pytest.raises(UsageError, match="belongs to job a"):
+        spec(*again)  # it runs: this very process has claimed it
+    with contextlib.closing(Journal(path / FILE_NAME)) as journal:
+        journal.append([], {"handling": {"quarantine": {}}, "placement": [["n1", 2]], "exit_code": None})
+    claim = json.loads((path / "job.json").read_text())
+    (path / "job.json").unlink()  # and with it what this process holds
+    (path / "job.json").write_text(json.dumps({**claim, "host": "elsewhere", "pid": 2**30}))
+    with pytest.raises(UsageError, match="belongs to job a"):
+        spec(*again)  # of another machine it cannot be known
+    (path / "job.json").write_text(json.dumps({**claim, "pid": 2**30}))
+    with pytest.raises(UsageError, match="belongs to job a"):
+        spec("--rdzv-id", "b", "--run-dir", "mine", "train.py")
+    assert spec(*again).run_dir == str(path)
+    with contextlib.closing(Journal(path / FILE_NAME, read_only=True)) as journal:
+        state = journal.state()
+    assert state["handling"] == {"quarantine": {}}
+    assert state["exit_code"] == 1, "a run that was killed has ended, and is not taken over"
+
+
+def test_a_policy_that_cannot_work_is_refused_before_anything_is_started(folder: Path) -> None:
+    (folder / "rerail.toml").write_text('[[policy]]\ncode = "gpu.xid.79"\nladder = ["retry_step"]\n')
+    with pytest.raises(
+        RerailError, match=r"rerail.toml, policy 1: with retry_step alone, gpu.xid.79 would have no rung"
+    ):
+        settings_from(parsed("train.py"))
+    (folder / "rerail.toml").write_text('[[policy]]\ncode = "gpu.xid.79"\nladder = ["restart_all"]\n')
+    assert settings_from(parsed("train.py")).policy
 
 
 def test_settings_by_precedence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

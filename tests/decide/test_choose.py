@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rerail.decide.budget import Budget
-from rerail.decide.choose import DEFAULT_COST, choose
-from rerail.decide.rules import RULES, Situation
-from rerail.flow import Cost, Decision, Diagnosis, Rung
+from rerail.decide.choose import choose
+from rerail.decide.ladder import LADDER
+from rerail.decide.situation import Situation, Tally
+from rerail.decide.verdicts import VERDICTS
+from rerail.flow import Cost, Decision, Diagnosis, Place, Rung
 
 
 def diagnosis(
@@ -23,12 +26,15 @@ def diagnosis(
 
 
 def decide(found: Diagnosis, **now: Any) -> Decision:
-    facts: dict[str, Any] = {"aware": True, "in_training": True, "survivors": 3, **now}
+    places = {rank: Place("n", rank) for rank in range(4)}
+    facts: dict[str, Any] = {"aware": True, "in_training": True, "survivors": 3, "places": places, **now}
     return choose(found, Situation(**facts), at=2.0)
 
 
 RAISED = diagnosis()
 KILLED = diagnosis(lost=(2,))
+EVACUATED = diagnosis(rule="evacuate")
+GONE = {2: "the node of a lost rank is not connected"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +48,12 @@ KILLED = diagnosis(lost=(2,))
         (KILLED, {"in_training": False}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"aware": False}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"survivors": 0}, Rung.RESTART_ALL, "restart"),
-        (KILLED, {"nodes_up": False}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"barred": GONE}, Rung.RESTART_ALL, "restart"),
+        (KILLED, {"barred": GONE, "free": (Place("n", 9),)}, Rung.SWAP_DEVICE, "place-lost"),
+        (KILLED, {"barred": GONE, "free": (Place("m", 0),)}, Rung.SWAP_NODE, "place-lost"),
+        (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}, "free": (Place("m", 0),)}, Rung.SWAP_NODE, "place-doubted"),
+        (EVACUATED, {"free": (Place("m", 0),)}, Rung.HOT_SWITCH, "hot-switch"),
+        (EVACUATED, {"free": (Place("n", 9),), "tried": {Rung.HOT_SWITCH: "no"}}, Rung.SWAP_DEVICE, "evacuate"),
         (KILLED, {"exited": 1}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"aware": False, "budget": Budget(restarts_used=3)}, Rung.STOP, "budget-used-up"),
@@ -83,13 +94,38 @@ def test_candidates_tell_every_rung_with_its_price() -> None:
     by_rung = {candidate.rung: candidate for candidate in decision.candidates}
     assert set(by_rung) == set(Rung)
     assert by_rung[Rung.REPLACE_RANK].expected == known
-    assert by_rung[Rung.RESTART_ALL].expected == DEFAULT_COST[Rung.RESTART_ALL]
+    assert by_rung[Rung.RESTART_ALL].expected.total >= known.total  # never taken, so not thought to be cheaper
+    usual = {one.rung: one.usual for one in LADDER}
+    assert decide(KILLED).candidates[-2].expected == usual[Rung.RESTART_ALL]
     assert not by_rung[Rung.RETRY_STEP].feasible and "rank 2" in by_rung[Rung.RETRY_STEP].why
     assert decision.fallbacks == (Rung.RESTART_ALL, Rung.STOP)
 
 
 def test_rule_ids_are_unique() -> None:
-    assert len({rule.id for rule in RULES}) == len(RULES)
+    assert len({verdict.id for verdict in VERDICTS}) == len(VERDICTS)
+    assert [strategy.rung for strategy in LADDER] == list(Rung)
+
+
+def test_a_rung_that_fails_again_and_again_loses_to_a_dearer_one_that_does_not() -> None:
+    free = (Place("m", 0),)
+    assert decide(KILLED, free=free).rung is Rung.REPLACE_RANK
+    often = {Rung.REPLACE_RANK: Tally(40, 0)}
+    assert decide(KILLED, tallies=often).rung is Rung.RESTART_ALL
+    assert decide(KILLED, tallies={Rung.REPLACE_RANK: Tally(40, 39)}).rung is Rung.REPLACE_RANK
+
+
+def test_the_policy_can_forbid_rungs_but_not_to_stop() -> None:
+    assert decide(KILLED, rungs=(Rung.RESTART_ALL,)).rung is Rung.RESTART_ALL
+    stopped = decide(KILLED, rungs=(Rung.RETRY_STEP,))
+    assert stopped.rung is Rung.STOP and "policy" in stopped.why
+
+
+def test_only_those_move_that_cannot_stay() -> None:
+    lost = diagnosis(lost=(1, 2), ranks=(1, 2))
+    moved = decide(lost, barred={2: "isolated"}, free=(Place("m", 0), Place("m", 1)))
+    assert (moved.rung, moved.ranks, moved.moves) == (Rung.SWAP_NODE, (1, 2), {2: Place("m", 0)})
+    both = decide(lost, barred={1: "x", 2: "isolated"}, free=(Place("n", 8), Place("m", 1)))
+    assert both.rung is Rung.RESTART_ALL
 
 
 @given(
@@ -103,12 +139,13 @@ def test_there_is_always_a_decision_and_it_is_feasible(
     aware, in_training, settled, programming, nodes_up = flags
     decision = decide(
         diagnosis(lost=tuple(sorted(lost)), rule=rule),
-        aware=aware, in_training=in_training, settled=settled, programming=programming, nodes_up=nodes_up,
+        aware=aware, in_training=in_training, settled=settled, programming=programming,
+        barred={} if nodes_up else dict.fromkeys(lost, "gone"),
         survivors=survivors, budget=Budget(restarts_used=restarts, stuck=stuck), tried=dict.fromkeys(tried, "failed"),
     )  # fmt: skip
     taken = next(c for c in decision.candidates if c.rung is decision.rung)
     assert taken.feasible and decision.rung not in tried
-    assert decision.rung is not Rung.REPLACE_RANK or decision.ranks
+    assert decision.rung is not Rung.REPLACE_RANK or (decision.ranks and nodes_up)
     assert decision.rung is not Rung.RETRY_STEP or not lost
 
 
@@ -161,14 +198,14 @@ NODE_LOST = diagnosis(lost=(2, 3), ranks=(2, 3), rule="node-lost")
 
 
 def test_a_lost_agent_has_its_ranks_replaced_once_its_node_is_back() -> None:
-    decision = decide(NODE_LOST, survivors=2, nodes_up=True)
+    decision = decide(NODE_LOST, survivors=2)
     assert (decision.rung, decision.rule, decision.ranks) == (Rung.REPLACE_RANK, "rank-lost", (2, 3))
 
 
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        ({"nodes_up": False}, "node of a lost rank is not connected"),
+        ({"barred": GONE}, "node of a lost rank is not connected"),
         ({"survivors": 0, "in_training": False}, "no rank has survived"),
         ({"tried": {Rung.REPLACE_RANK: "no replica holds it"}}, "no replica holds it"),
     ],
@@ -183,3 +220,63 @@ def test_a_rank_that_is_behind_is_retried_and_then_replaced() -> None:
     assert decide(late, budget=Budget(raised_count=1)).rung is Rung.RETRY_STEP
     again = decide(late, budget=Budget(raised_count=2))
     assert (again.rung, again.ranks) == (Rung.REPLACE_RANK, (3,))
+
+
+def test_an_elastic_job_goes_on_without_the_ranks_of_a_lost_node() -> None:
+    decision = decide(NODE_LOST, survivors=2, barred={2: "gone", 3: "gone"}, elastic=True)
+    assert (decision.rung, decision.rule, decision.ranks) == (Rung.SHRINK, "fewer-ranks", (2, 3))
+    assert Rung.RESTART_ALL in decision.fallbacks
+    again = decide(
+        NODE_LOST, survivors=2, barred={2: "gone", 3: "gone"}, elastic=True, tried={Rung.SHRINK: "a shard is lost"}
+    )
+    assert again.rung is Rung.RESTART_ALL
+
+
+BACK = msgspec.structs.replace(diagnosis(ranks=()), code="node.returned")
+
+
+def test_empty_seats_are_filled_when_their_node_is_back() -> None:
+    decision = decide(BACK, elastic=True, fillable=(3,))
+    assert (decision.rung, decision.rule, decision.ranks) == (Rung.GROW, "node-back", (3,))
+
+
+def test_seats_that_could_not_be_filled_are_left_empty_once_more() -> None:
+    decision = decide(BACK, elastic=True, newcomers=(3,), tried={Rung.GROW: "the script builds another model"})
+    assert (decision.rung, decision.rule, decision.ranks) == (Rung.SHRINK, "not-back", (3,))
+
+
+def test_a_node_that_is_back_is_no_fault_of_a_step() -> None:
+    assert Budget().note(BACK, 5, aware=True).raised_count == 0
+
+
+SPARE = (Place("n", 9),)
+
+
+def test_a_device_that_needs_a_reset_is_left_or_reset_first_as_the_preset_says() -> None:
+    moving = {"wants_reset": True, "free": SPARE, "barred": {2: "its device is faulty"}}
+    rescheduling = (Rung.SWAP_DEVICE, Rung.RESET_DEVICE, Rung.RESTART_ALL)
+    graceful = (Rung.RESET_DEVICE, Rung.SWAP_DEVICE, Rung.RESTART_ALL)
+    assert decide(KILLED, rungs=rescheduling, **moving).rung is Rung.SWAP_DEVICE
+    assert decide(KILLED, rungs=graceful, **moving).rung is Rung.RESET_DEVICE
+    cannot = decide(KILLED, rungs=graceful, no_reset={2: "three resets in six hours are enough"}, **moving)
+    assert cannot.rung is Rung.SWAP_DEVICE
+    after = decide(KILLED, rungs=graceful, tried={Rung.RESET_DEVICE: "it did not come back"}, **moving)
+    assert after.rung is Rung.SWAP_DEVICE
+
+
+def test_a_rung_that_leaves_the_fault_as_it_is_is_taken_only_for_want_of_a_better_one() -> None:
+    unfit = {Rung.REPLACE_RANK: "the same device", Rung.RESTART_ALL: "the same devices"}
+    assert decide(KILLED, unfit=unfit, free=SPARE).rung is Rung.SWAP_DEVICE
+    assert decide(KILLED, unfit=unfit, wants_reset=True).rung is Rung.RESET_DEVICE
+    assert decide(KILLED, unfit=unfit).rung is Rung.REPLACE_RANK
+
+
+def test_a_rank_that_was_replaced_too_often_moves_or_all_are_started_again() -> None:
+    worn = "rank 2 was started anew 20 times within 3600 s, which is the limit"
+    assert decide(KILLED, worn=worn, free=SPARE).rung is Rung.SWAP_DEVICE
+    assert decide(KILLED, worn=worn).rung is Rung.RESTART_ALL
+
+
+def test_nobody_who_still_works_is_moved_where_there_is_no_place_nor_is_anything_else_broken_for_it() -> None:
+    decision = decide(EVACUATED, tried={Rung.HOT_SWITCH: "no"})
+    assert decision.rung is Rung.RESTART_ALL

@@ -216,3 +216,29 @@ def test_all_kinds_at_once() -> None:
         bad = 4.0 if step >= 400 else 1.0
         found += watch.take(step, bad * one, nan if step == 500 else 10 * bad * one, step_s=bad * one)
     assert {one.kind for one in found if one.begins} == {"nan", "loss_spike", "decay"}
+
+
+def test_a_spike_tells_when_all_was_last_well_and_going_back_makes_it_never_have_been() -> None:
+    watch, values = HealthWatch(), losses(400, 0.02, 5)
+
+    def walk(first: int, end: int, factor: float) -> list[Health]:
+        return [one for step in range(first, end) for one in watch.take(step, values[step] * factor, None)]
+
+    assert walk(0, 200, 1.0) == []
+    (found,) = walk(200, 206, 3.0)
+    assert (found.kind, found.since) == ("loss_spike", 199)
+    watch.went_back(198)
+    assert walk(199, 260, 1.0) == [], "neither over nor begun again"
+    (again,) = walk(260, 266, 3.0)
+    assert again.since == 259 and again.expected < 2 * values[0]
+
+
+def test_a_divergence_tells_when_all_was_last_well() -> None:
+    watch = HealthWatch()
+    fine = [one for step in range(320) for one in watch.take(step, 2.0, None)]
+    assert fine == []
+    found = [one for step in range(320, 640) for one in watch.take(step, 2.0 + 0.01 * (step - 320), None)]
+    (begun,) = [one for one in found if one.kind == "divergence"]
+    assert 288 <= begun.since < 400, begun
+    watch.went_back(begun.since)
+    assert not [one for step in range(begun.since, begun.since + 400) for one in watch.take(step, 2.0, None)]

@@ -16,7 +16,7 @@ from edge_helpers import TRAIN, running
 from websockets.asyncio.client import connect
 
 from rerail.runtime.frames import decode_to_agent, encode
-from rerail.runtime.wire import AgentHello, Rejected, ToAgent
+from rerail.runtime.orders import AgentHello, Rejected, ToAgent
 
 pytestmark = pytest.mark.timeout(150)
 TWO = ("--nproc-per-node", "2", TRAIN)

@@ -78,7 +78,7 @@ def test_a_gradient_becomes_nan_and_the_loss_follows(begin: Begin) -> None:
 
 
 def test_a_flipped_bit_stays_on_its_rank_and_the_same_seed_flips_the_same(begin: Begin) -> None:
-    run = begin(60)
+    run = begin(400)
     first, second = run.inject("bitflip", "--seed", "5"), run.inject("bitflip", "--seed", "5")
     other = run.inject("bitflip", "--seed", "6")
     run.finish()
@@ -114,7 +114,7 @@ def test_a_slow_rank_slows_the_job_by_its_factor_and_for_its_time(begin: Begin) 
 
 def test_the_report_of_a_hang_shows_what_torchs_flight_recorder_says(begin: Begin) -> None:
     """Before and after a repair: the new wires number their collectives from one again."""
-    run = begin(80, sleep=0.02)
+    run = begin(800, sleep=0.02)
     for incident in (1, 2):
         run.inject("hang", "--rank", "1")
         run.until(lambda seen=incident: len(run.pids[1]) > seen, "a new rank 1")

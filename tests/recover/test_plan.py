@@ -169,3 +169,36 @@ def test_nobody_who_holds_the_version_is_overwritten(fleet: tuple[dict[int, Park
         for rank, p in ranks.items():
             if p.intact and p.in_training and p.version == choice.version:
                 assert choice.sources[rank].kind == "own"
+
+
+def elastic(rank: int, **changes: Any) -> Parked:
+    return parked(rank, replicas=(0, 1, 2), elastic=True, **changes)
+
+
+def test_a_seat_is_left_empty_where_others_hold_the_same() -> None:
+    found = choose_sources(by_rank(elastic(0), elastic(2)), frozenset(), frozenset({1}))
+    assert isinstance(found, Choice) and found.version == 10
+    assert found.sources == {0: Source(kind="own"), 2: Source(kind="own")}
+
+
+def test_a_seat_is_not_left_empty_where_its_state_would_be_lost_or_its_data_not_dealt() -> None:
+    sharded = choose_sources(by_rank(elastic(0), elastic(2)), frozenset(), frozenset({3}))
+    assert isinstance(sharded, Infeasible) and sharded.reason == "nobody else holds the state of ranks 3"
+    undealt = choose_sources(by_rank(elastic(0), parked(2, replicas=(0, 1, 2))), frozenset(), frozenset({1}))
+    assert isinstance(undealt, Infeasible) and "job.deal()" in undealt.reason
+
+
+def test_who_fills_an_empty_seat_takes_the_small_state_of_its_replica_too() -> None:
+    comes = elastic(1, intact=False, small_versions=())
+    found = choose_sources(by_rank(elastic(0), comes, elastic(2)), frozenset({1}))
+    assert isinstance(found, Choice) and found.sources[1] == Source(kind="replica", rank=0, small=True)
+    rigid = choose_sources(by_rank(elastic(0), comes, parked(2, replicas=(0, 1, 2))), frozenset({1}))
+    assert isinstance(rigid, Infeasible), "without dealing, each rank has a place in the data of its own"
+
+
+def test_who_fills_an_empty_seat_goes_back_with_the_others_to_a_snapshot() -> None:
+    held = {"intact": False, "small_versions": (6,), "snapshots": (6,)}
+    comes = elastic(1, intact=False, small_versions=())
+    found = choose_sources(by_rank(elastic(0, **held), comes, elastic(2, **held)), frozenset({1}))
+    assert isinstance(found, Choice) and found.version == 6
+    assert found.sources[1] == Source(kind="replica", rank=0, small=True)

@@ -11,30 +11,23 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from rerail.flow import Signal, new_id
 from rerail.runtime.frames import decode_to_agent, encode
-from rerail.runtime.wire import (
+from rerail.runtime.orders import (
     AgentHello,
-    Assign,
     FormAll,
-    Formed,
-    FromRank,
     InterruptAll,
-    Joined,
-    Message,
     Observed,
-    Parked,
     PickPort,
     PortPicked,
     Promote,
-    Raised,
     RankExited,
     RankStatus,
     Relayed,
-    Resumed,
     Shutdown,
     Standbys,
     Start,
     ToAgent,
 )
+from rerail.runtime.wire import Assign, Formed, FromRank, Joined, Message, Parked, Raised, Resumed
 
 M = TypeVar("M", bound=Message)
 LIMIT_S = 20.0

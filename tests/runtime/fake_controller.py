@@ -16,7 +16,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosedError
 
 from rerail.config import JobSpec
-from rerail.runtime import frames, wire
+from rerail.runtime import frames, orders, wire
 from rerail.runtime.plans import Plan, Source
 
 _M = TypeVar("_M", bound=wire.Message)
@@ -64,13 +64,13 @@ class FakeController:
     async def relayed(self, kind: type[_M], count: int = 1, generation: int | None = None) -> list[_M]:
         """Until `count` ranks have said this (in this generation)."""
 
-        def fits(message: wire.Relayed) -> bool:
+        def fits(message: orders.Relayed) -> bool:
             return isinstance(message.message, kind) and generation in (
                 None,
                 getattr(message.message, "generation", None),
             )
 
-        found = await self.wait(wire.Relayed, fits, count)
+        found = await self.wait(orders.Relayed, fits, count)
         return [each.message for each in found]  # type: ignore[misc]
 
     async def _agent(self, socket: ServerConnection) -> None:
@@ -119,19 +119,19 @@ async def main() -> None:
     done: set[int] = set()
     while True:
         match await inbox.get():
-            case wire.AgentHello() as hello:
+            case orders.AgentHello() as hello:
                 assert hello.token == os.environ["RERAIL_TOKEN"], "the agent knows the token"
-                await controller.send(wire.Welcome(node_rank=0))
+                await controller.send(orders.Welcome(node_rank=0))
                 if not hello.ranks:
-                    await controller.send(wire.Start(generation=0, assignments=assignments(spec.slots, 0)))
-            case wire.RankExited(rank=rank):
+                    await controller.send(orders.Start(generation=0, assignments=assignments(spec.slots, 0)))
+            case orders.RankExited(rank=rank):
                 done.add(rank)
                 if len(done) == spec.slots:
-                    await controller.send(wire.Shutdown(exit_code=0, reason="done"))
-            case wire.Observed(signal=seen):
-                await controller.send(wire.Shutdown(exit_code=1, reason=f"rank {seen.rank}: {seen.payload}"))
-            case wire.LeaveJob(reason=reason):
-                await controller.send(wire.Shutdown(exit_code=1, reason=reason, grace_s=spec.shutdown_grace_s))
+                    await controller.send(orders.Shutdown(exit_code=0, reason="done"))
+            case orders.Observed(signal=seen):
+                await controller.send(orders.Shutdown(exit_code=1, reason=f"rank {seen.rank}: {seen.payload}"))
+            case orders.LeaveJob(reason=reason):
+                await controller.send(orders.Shutdown(exit_code=1, reason=reason, grace_s=spec.shutdown_grace_s))
 
 
 if __name__ == "__main__":

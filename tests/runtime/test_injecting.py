@@ -33,7 +33,7 @@ from rerail.checkpoint.staging import Stager
 from rerail.detect.kernel_log import parse_record
 from rerail.errors import RerailError, UsageError
 from rerail.flow import Signal
-from rerail.runtime import breaking, injecting, injections, wire
+from rerail.runtime import breaking, injecting, injections, orders, wire
 from rerail.runtime.agent import Agent
 from rerail.runtime.breaking import Refused
 from rerail.runtime.fleet import Agent as FleetAgent
@@ -119,7 +119,7 @@ def test_what_cannot_be_ordered_is_refused_with_a_reason(tmp_path: Path) -> None
 
 
 class _Link:
-    def send(self, message: wire.ToAgent) -> None: ...
+    def send(self, message: orders.ToAgent) -> None: ...
 
     def close(self) -> None: ...
 
@@ -188,7 +188,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 async def told(controller: FakeController, source: str) -> Signal:
-    (message,) = await controller.wait(wire.Observed, lambda message: message.signal.source == source)
+    (message,) = await controller.wait(orders.Observed, lambda message: message.signal.source == source)
     return message.signal
 
 
@@ -224,7 +224,9 @@ def test_the_record_of_a_killed_rank_comes_before_its_end(bench: Bench, kind: st
         pid = rank_pid(node, 1)
         await controller.send(order(kind, after_s=0.2))
         await told(controller, "process.exit")
-        seen = [one.signal for one in controller.said(wire.Observed) if one.signal.source in ("inject", "process.exit")]
+        seen = [
+            one.signal for one in controller.said(orders.Observed) if one.signal.source in ("inject", "process.exit")
+        ]
         assert [one.source for one in seen] == ["inject", "process.exit"]
         assert seen[1].payload["signal"] == signal
         assert not await asyncio.to_thread(wait_gone, [pid])
@@ -246,15 +248,15 @@ def test_an_agent_that_was_not_told_to_allow_it_refuses(bench: Bench) -> None:
 
 def test_a_script_without_join_has_no_steps_to_break(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(node: Agent, controller: FakeController) -> None:
-        await controller.wait(wire.AgentHello)
-        await controller.send(wire.Start(generation=0, assignments=assignments(2, 0)))
+        await controller.wait(orders.AgentHello)
+        await controller.send(orders.Start(generation=0, assignments=assignments(2, 0)))
         await until(lambda: all(slot.running for slot in node.slots))
         await controller.send(order("nan"))
         early = str((await told(controller, "inject.refused")).payload["message"])
         assert "has not reached rerail.join() yet (it was started 0 s ago); try again" in early, early
         monkeypatch.setattr(injecting, "JOINING_S", 0.0)
         await controller.send(order("nan"))
-        messages = await controller.wait(wire.Observed, lambda one: one.signal.source == "inject.refused", 2)
+        messages = await controller.wait(orders.Observed, lambda one: one.signal.source == "inject.refused", 2)
         late = str(messages[-1].signal.payload["message"])
         assert "has not called rerail.join() within 0 s; if it never does, nothing can be done" in late, late
         await stop(controller)
@@ -297,7 +299,7 @@ def test_an_unknown_kind_or_rank_does_not_hurt_the_agent(bench: Bench) -> None:
         await start(controller)
         await controller.send(order("flood"))
         await controller.send(order("kill", rank=7))
-        refused = await controller.wait(wire.Observed, lambda one: one.signal.source == "inject.refused", 2)
+        refused = await controller.wait(orders.Observed, lambda one: one.signal.source == "inject.refused", 2)
         assert {str(one.signal.payload["message"]).split(" on ")[0] for one in refused} == {
             "this node's rerail knows no kind 'flood'",
             "rank 7 has no process",

@@ -17,8 +17,8 @@ from test_controller import Job, play, running, training
 from rerail.errors import WireError
 from rerail.faults.catalog import load_catalog
 from rerail.flow import Role
+from rerail.runtime.orders import FormAll
 from rerail.runtime.reported import MAX_BODY, MAX_FAULTS, Desk, Refused
-from rerail.runtime.wire import FormAll
 
 OPEN = {"fault_senders": "dcgm, gpud"}
 FAULT = {"sender": "dcgm", "code": "gpu.xid.79", "subject": "gpu3", "text": "fell off"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rerail.runtime.clock import Metric, Took
+from rerail.runtime.orders import Beat
 from rerail.runtime.training import Finding, TrainingWatch
-from rerail.runtime.wire import Beat, Voted
+from rerail.runtime.wire import Unsound, Voted
 
 GROUPS = 8
 
@@ -83,3 +84,44 @@ def test_replicas_that_differ_again_are_told_so() -> None:
 
 def test_an_empty_beat_says_nothing() -> None:
     assert TrainingWatch().take(Beat(versions={0: 1})) == []
+
+
+def spiking(watch: TrainingWatch, first: int, count: int, loss: float) -> list[Finding]:
+    found = []
+    for version in range(first, first + count):
+        took = {0: [Took(version, 0.01, 0.1, 0.02, 0.0)]}
+        beat = Beat(
+            versions={}, pids=PIDS, took=took, metrics={0: {"loss": Metric(version, loss + 0.01 * (version % 3), 0)}}
+        )
+        found += watch.take(beat)
+    return found
+
+
+def test_a_spike_asks_to_go_back_only_where_the_setting_says_so() -> None:
+    for roll_back, back in (((), -1), (("nan",), -1), (("nan", "spike"), 98)):
+        watch = TrainingWatch(roll_back)
+        assert spiking(watch, 1, 99, 2.0) == []
+        (found,) = spiking(watch, 100, 6, 9.0)
+        assert (found.state, found.back) == ("loss_spike", back), roll_back
+        assert ("back" in found.payload) == (back >= 0)
+
+
+def test_after_going_back_the_same_steps_are_looked_at_again() -> None:
+    watch = TrainingWatch(["spike"])
+    spiking(watch, 1, 99, 2.0)
+    assert spiking(watch, 100, 6, 9.0)
+    watch.went_back(98)
+    assert spiking(watch, 99, 20, 2.0) == []
+    (again,) = spiking(watch, 119, 6, 9.0)
+    assert again.back == 117
+
+
+def test_a_rank_that_says_itself_that_its_loss_is_nan_is_not_told_of_twice() -> None:
+    watch = TrainingWatch(["nan"])
+    word = Unsound(generation=0, version=12, what="loss", trusted=11, text="loss is nan")
+    found = watch.unsound(1, word)
+    assert (found.rank, found.step, found.state, found.payload["back"]) == (1, 12, "nan", 11)
+    nan = Metric(13, float("nan"), 12)
+    assert watch.take(Beat(versions={}, pids=PIDS, metrics={1: {"loss": nan}})) == []
+    batch = Unsound(generation=0, version=12, what="batch", trusted=12, text="not wanted")
+    assert watch.unsound(1, batch).state == "bad_batch"

@@ -76,3 +76,37 @@ def test_a_loader_with_state_is_restored_by_it() -> None:
 
 def test_without_a_loader_the_step_number_is_the_batch() -> None:
     assert Cursor(None, endless=True).take(7, rng.capture())[0] == 7
+
+
+def test_what_is_left_out_is_left_out_by_survivors_and_by_new_processes_alike() -> None:
+    torch.manual_seed(3)
+    cursor, told = Cursor(loader(), endless=True), list[tuple[int, list[tuple[int, int]]]]()
+    cursor.on_skip = lambda version, places: told.append((version, places))
+    batches, positions, randoms = walk(cursor, 0, 5)
+    wanted = [batches[0], *batches[3:]]
+    cursor.leave_out({1: 2})
+    assert cursor.stale
+    cursor.go_back(0, positions[0], fresh=False)
+    assert not cursor.stale
+    rng.restore(randoms[0])
+    again, places, _ = walk(cursor, 0, 3)
+    assert again == wanted and told == [(1, [(0, 1), (0, 2)])]
+    cursor.go_back(1, places[1], fresh=False)
+    assert walk(cursor, 1, 2)[0] == wanted[1:], "kept batches are those behind the ones left out"
+    successor = Cursor(loader(), endless=True)
+    successor.leave_out({1: 2})
+    successor.go_back(1, places[1], fresh=True)
+    rng.restore(randoms[1])
+    assert walk(successor, 1, 2)[0] == wanted[1:]
+
+
+def test_without_a_loader_the_numbers_pass_over_what_is_left_out() -> None:
+    cursor = Cursor(None, endless=False)
+    cursor.leave_out({4: 2, 6: 1})
+    numbers, places = [], []
+    for version in range(3, 8):
+        places.append(cursor.position())
+        numbers.append(cursor.take(version, rng.capture())[0])
+    assert numbers == [3, 6, 7, 9, 10]
+    cursor.go_back(6, places[3], fresh=True)
+    assert cursor.take(6, rng.capture())[0] == 9

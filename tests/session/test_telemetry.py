@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rerail.runtime.clock import METRICS, Metric, StepClock, make_page
-from rerail.session.votes import GROUPS, sums
+from rerail.session.votes import GROUPS, go_back_to, sums
 
 TENSORS = [
     torch.randn(37, 11),
@@ -54,3 +54,10 @@ def test_the_clock_keeps_what_was_measured() -> None:
     assert clock.metrics() == {"loss": Metric(101, 2.4, 100)}
     clock.reset(1)
     assert clock.took(-1) == []
+
+
+def test_a_newcomer_that_has_not_voted_does_not_keep_a_flipped_bit_from_being_repaired() -> None:
+    assert go_back_to([40, 50, 40], saved=False) == 40
+    assert go_back_to([40, -1, 40], saved=True) == 40, "it has none of its own: a checkpoint of before will do"
+    assert go_back_to([40, -1, 40], saved=False) == -1, "there would be nothing to start from"
+    assert go_back_to([-1, -1], saved=True) == -1 and go_back_to([], saved=True) == -1

@@ -177,6 +177,12 @@ class Arena:
         """Break the seals of all later versions: they are not to be trusted."""
         for seal in self.seals():
             if seal.version > version:
+                self.drop(seal.version)
+
+    def drop(self, version: int) -> None:
+        """Break the seal of one."""
+        for seal in self.seals():
+            if seal.version == version:
                 _SEAL.pack_into(self._memory(), _seal_at(seal.slot), _NO_VERSION, 0, 0, 0)
 
     def slot_image(self, slot: int) -> tuple[mmap.mmap, int]:

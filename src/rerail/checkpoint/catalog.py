@@ -6,6 +6,7 @@ over, with the reason, for the next older one. Called by the session on a start,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,8 @@ from rerail.checkpoint.manifest import LARGEST, Commit, RankManifest, decode_com
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.tiers import Tier
 from rerail.errors import CheckpointError
+
+LARGEST_WORD = 1 << 16
 
 
 class Part(NamedTuple):
@@ -81,6 +84,8 @@ def folders(tier: Tier) -> list[Found]:
 @collecting.paused()
 def open_step(tier: Tier, step: StepId) -> Step:
     """A committed step with all its manifests, checked against each other. CheckpointError says what is wrong."""
+    if names.DISTRUSTED in tier.names(step.folder):
+        raise CheckpointError(tier.get(f"{step.folder}/{names.DISTRUSTED}", LARGEST_WORD).decode(errors="replace"))
     try:
         commit = decode_commit(tier.get(f"{step.folder}/{names.COMMIT}", LARGEST), step)
     except FileNotFoundError:
@@ -102,8 +107,9 @@ def open_step(tier: Tier, step: StepId) -> Step:
 
 def check_whole(step: Step) -> None:
     """Every element of every tensor is in it exactly once."""
-    if len(step.manifests) != step.commit.world_size:
-        raise CheckpointError(f"{len(step.manifests)} of {step.commit.world_size} ranks are in it")
+    expected = step.commit.world_size - len(step.commit.vacant)
+    if len(step.manifests) != expected:
+        raise CheckpointError(f"{len(step.manifests)} of {expected} ranks are in it")
     for name, saved in step.tensors().items():
         if len(saved.parts) == 1 and saved.parts[0].box.shape == saved.shape:
             continue
@@ -113,6 +119,14 @@ def check_whole(step: Step) -> None:
             raise CheckpointError(f"{name!r} has {volume} elements, {covered} of them were saved")
         if boxes.overlap([part.box for part in saved.parts]) is not None:
             raise CheckpointError(f"two parts of {name!r} overlap")
+
+
+def distrust(tiers: Iterable[Tier], step: StepId, why: str) -> None:
+    """Let no start take this step any more, wherever it lies. It may not be committed yet."""
+    for tier in tiers:
+        with contextlib.suppress(OSError, CheckpointError):
+            if tier.names(step.folder):
+                tier.put(f"{step.folder}/{names.DISTRUSTED}", why.encode()[:LARGEST_WORD])
 
 
 def candidates(tiers: Sequence[Tier]) -> Iterator[Found]:

@@ -14,11 +14,11 @@ from rerail.checkpoint.tiers import Tier
 from rerail.errors import CheckpointError
 
 
-def decline(tiers: Sequence[Tier], step: StepId, rank: int, why: str) -> None:
-    """This rank will not save `step`, on any tier. Rank 0 is the coordinator, whose word the others wait for."""
+def decline(tiers: Sequence[Tier], step: StepId, rank: int, why: str, coordinator: int = 0) -> None:
+    """This rank will not save `step`, on any tier. The others wait for the coordinator's word."""
     for tier in tiers:
         with contextlib.suppress(OSError, CheckpointError):
             tier.make_folder(step.folder)
             tier.put(f"{step.folder}/{names.failure_name(rank)}", why.encode())
-            if rank == 0:
+            if rank == coordinator:
                 tier.put(f"{step.folder}/{names.ABORT}", why.encode())

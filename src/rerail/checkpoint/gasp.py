@@ -9,15 +9,21 @@ saved, each rank in a thread; ranks on other nodes do the same, and what all hav
 
 from __future__ import annotations
 
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
 from rerail.checkpoint import names, nodes
 from rerail.checkpoint.arena import Arena
+from rerail.checkpoint.guarded import GuardedPlaces
+from rerail.checkpoint.places import Places
+from rerail.checkpoint.probing import silent
 from rerail.checkpoint.saving import Order, Outcome, carry_out
 from rerail.checkpoint.tiers import tier_at
+from rerail.config import settings_of_rank
 from rerail.errors import CheckpointError, StateError
 
 DEADLINE_S = 30.0
@@ -55,8 +61,9 @@ def gasp(arenas: list[Arena]) -> str:
         mine = [found[version] for found in orders]
         if _is_saved(mine[0]):
             return ""
+        places = GuardedPlaces(settings_of_rank().storage_hang_s)
         with ThreadPoolExecutor(len(arenas), thread_name_prefix="rerail-gasp") as pool:
-            outcomes = list(pool.map(_save, mine, arenas))
+            outcomes = list(pool.map(partial(_save, places), mine, arenas))
         if all(outcome.ok for outcome in outcomes):
             return f"step {version} was saved to {outcomes[0].url} before the end"
         failed = next(outcome for outcome in outcomes if not outcome.ok)
@@ -64,14 +71,16 @@ def gasp(arenas: list[Arena]) -> str:
     return ""
 
 
-def _save(order: Order, arena: Arena) -> Outcome:
-    return list(carry_out(order, arena, lambda: {order.id}))[-1]
+def _save(places: Places, order: Order, arena: Arena) -> Outcome:
+    return list(carry_out(order, arena, lambda: {order.id}, places=places))[-1]
 
 
 def _is_saved(order: Order) -> bool:
-    for url in order.tiers:
+    tiers = [tier_at(url) for url in order.tiers]
+    hung = silent(tiers, write=False)
+    for tier in (tier for tier in tiers if tier not in hung):
         try:
-            if names.COMMIT in tier_at(url).names(order.id.folder):
+            if names.COMMIT in tier.names(order.id.folder):
                 return True
         except (OSError, CheckpointError):
             continue
@@ -82,6 +91,8 @@ def main() -> None:
     told = gasp([Arena(int(text)) for text in sys.argv[1:]])
     if told:
         print(f"rerail: {told}", flush=True)
+    os.close(sys.stdout.fileno())
+    os._exit(0)  # threads that hang in a place would be waited for otherwise
 
 
 if __name__ == "__main__":

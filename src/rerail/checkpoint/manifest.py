@@ -96,6 +96,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     world_size: int
     ranks: dict[str, RankEntry]
+    vacant: tuple[int, ...] = ()
+    """Ranks that were not there when it was saved; the others hold all that they would have saved."""
     saved_at: float
     """Seconds since 1970."""
     job: str = ""
@@ -137,6 +139,11 @@ def decode_commit(data: bytes, expected: StepId) -> Commit:
             raise CheckpointError(f"COMMIT names rank {name!r} of {commit.world_size}")
         if not 0 <= entry.size <= LARGEST:
             raise CheckpointError(f"COMMIT: the manifest of rank {name} would have {entry.size} bytes")
+    seats = [*map(int, commit.ranks), *commit.vacant]
+    if commit.vacant and sorted(seats) != list(range(commit.world_size)):
+        raise CheckpointError(
+            f"COMMIT names {len(commit.ranks)} ranks and {len(commit.vacant)} that were not there, of {commit.world_size}"
+        )
     return commit
 
 

@@ -19,10 +19,15 @@ COMMIT = "COMMIT"
 ABORT = "ABORT"
 COPYING = "COPYING"
 """The folder is a copy of a step of another tier, and not for ranks to save to."""
+DISTRUSTED = "DISTRUSTED"
+"""The step was saved after the training had gone wrong; in it stands why. No start takes it."""
+ELSEWHERE = "ELSEWHERE"
+"""The step was committed to another tier: ranks that came here need not wait."""
 TRASH = ".trash-"
 _STEP = re.compile(r"step-(\d{10,18})-e(\d{6,12})-g(\d{6,12})")
 _EPOCH = re.compile(r"epoch-(\d{6,12})\.json")
 _MANIFEST = re.compile(r"rank-(\d{5,9})\.json")
+_RANK = re.compile(r"rank-(\d{5,9})\..+")
 SHARD = re.compile(r"rank-(\d{5,9})\.\d{1,3}\.safetensors")
 
 
@@ -69,8 +74,19 @@ def failure_name(rank: int) -> str:
     return f"rank-{rank:05d}.failed"
 
 
+def here_name(rank: int) -> str:
+    """Says that a rank, which had to leave the places before, saves here."""
+    return f"rank-{rank:05d}.here"
+
+
 def rank_of_manifest(name: str) -> int | None:
     found = _MANIFEST.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that a file in the folder of a step is of."""
+    found = _RANK.fullmatch(name)
     return int(found[1]) if found else None
 
 

@@ -65,7 +65,7 @@ def to_keep(commits: Iterable[Commit], verified: set[StepId], keep: Keep) -> set
 def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[StepId]:
     """Remove what no rule keeps, and what saves before `committed` left unfinished. What was removed.
 
-    A step that was found damaged counts for no rule, and is left for people to look at. `busy` are steps that are being
+    A step that was found damaged, or is not to be trusted, counts for no rule, and is left for people to look at. `busy` are steps that are being
     saved or copied: they are left alone.
     """
     keep = keep if tier.lasting else Keep(last=1)  # memory is dear, and was compared as it was filled
@@ -74,6 +74,8 @@ def prune(tier: Tier, keep: Keep, committed: StepId, busy: set[StepId]) -> list[
     unfinished: list[StepId] = []
     for step in (found for name in tier.names() if (found := names.step_of(name)) is not None):
         there = set(tier.names(step.folder))
+        if names.DISTRUSTED in there:
+            continue
         if names.COMMIT not in there:
             if step < committed and step not in busy:
                 unfinished.append(step)

@@ -3,8 +3,9 @@
     shard (synced) -> manifest (synced) -> [all ranks' manifests are there] -> COMMIT (synced) -> told
 
 The lowest rank of the group is the coordinator: it waits for the others' manifests and commits. If a rank cannot write,
-it says so beside its manifest, the coordinator writes ABORT, and all ranks go to the next tier together. Called by
-`checkpoint.persister` in a thread for each save. Needs no torch.
+it says so beside its manifest, the coordinator writes ABORT, and all ranks go to the next tier; where the tier takes not even
+that, they see each other there (`checkpoint.agreeing`). Called by `checkpoint.persister` in a thread for each save. Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -14,25 +15,28 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rerail.checkpoint import manifest, names
+from rerail.checkpoint import manifest, names, shards
+from rerail.checkpoint.agreeing import CommittedElsewhere, Others, has_left, insist_on_open, let_go
 from rerail.checkpoint.arena import Meta
 from rerail.checkpoint.catalog import Step, check_whole, folders
-from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest, SavedBox, SavedTensor
+from rerail.checkpoint.manifest import Commit, RankEntry, RankManifest
 from rerail.checkpoint.names import StepId
+from rerail.checkpoint.places import PLAIN, Places
 from rerail.checkpoint.reading import mark, verify
 from rerail.checkpoint.retention import Keep, prune
-from rerail.checkpoint.tiers import Source, Tier, tier_at
+from rerail.checkpoint.shards import Part
+from rerail.checkpoint.tiers import Source, Tier
 from rerail.errors import CheckpointError
 
-TRIES = 2
-"""Times a rank writes its shard to one tier, each time to a new file."""
 GONE_S = 10.0
 """Seconds to wait for the other ranks once this rank itself is gone, in addition to what the save has taken so far: they
 may be gone, too, and never have begun it."""
+LATE_S = 10.0
+"""Seconds, beyond those for a place that hangs, after which a coordinator that saves here has been seen here."""
 _LOOK_S = (0.01, 0.5)
 """Seconds between two looks for the others' files: the first, and the longest."""
 
@@ -45,7 +49,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     rank: int
     group: tuple[int, ...]
-    """The ranks that save together."""
+    """The ranks that save together: all, or those that are there while the job goes on with fewer."""
     world_size: int
     tiers: tuple[str, ...]
     """Where to, in order; the next one only if the one before failed. Those behind get copies."""
@@ -79,6 +83,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Not a save, but a copy of one: the tier it was to be copied to."""
     seconds: float = 0.0
     size: int = 0
+    place: str = ""
+    """Not a save, but news of the tier at `url`: `out` or `back`; why, in the first note."""
     notes: tuple[str, ...] = ()
     """What went wrong on the way, whether or not it was saved in the end."""
 
@@ -120,11 +126,11 @@ def newest_epoch(tier: Tier) -> int:
     return max([*claimed, *saved], default=0)
 
 
-def _newest_reachable(urls: Iterable[str]) -> int:
+def _newest_reachable(urls: Iterable[str], places: Places = PLAIN) -> int:
     found = [0]
     for url in urls:
         with contextlib.suppress(OSError, CheckpointError):
-            found.append(newest_epoch(tier_at(url)))
+            found.append(newest_epoch(places.at(url)))
     return max(found)
 
 
@@ -151,7 +157,11 @@ class Patience:
 
 
 def carry_out(
-    order: Order, held: Held, busy: Callable[[], set[StepId]], gone: Callable[[], bool] = lambda: False
+    order: Order,
+    held: Held,
+    busy: Callable[[], set[StepId]],
+    gone: Callable[[], bool] = lambda: False,
+    places: Places = PLAIN,
 ) -> Iterator[Outcome]:
     """Save to the first tier that takes it, then look after what is there.
 
@@ -165,49 +175,76 @@ def carry_out(
         return
     try:
         meta = held.meta(order.version)
-        saved = _to_first_tier(order, held, meta, notes, patience)
+        saved = _to_first_tier(order, held, meta, notes, patience, places)
     finally:
         held.unlock(order.version)
     seconds = time.monotonic() - started
     size = meta.file_size if meta.saved else 0
-    url = saved[0].url if saved else ""
+    url = saved.url if saved else ""
     yield Outcome(version=order.version, ok=bool(saved), url=url, seconds=seconds, size=size, notes=tuple(notes))
     if saved:
-        _look_after(*saved, order, busy)
+        _look_after(saved, order, busy, places)
+
+
+class _Saved(NamedTuple):
+    """Where a step was committed, and what this rank wrote there: nothing, if it was on its way elsewhere."""
+
+    url: str
+    written: RankManifest | None
 
 
 def _to_first_tier(
-    order: Order, held: Held, meta: Meta, notes: list[str], patience: Patience
-) -> tuple[Tier, RankManifest] | None:
-    for url in order.tiers:
+    order: Order, held: Held, meta: Meta, notes: list[str], patience: Patience, places: Places
+) -> _Saved | None:
+    out = {url: why for url in order.tiers if (why := places.out(url))}
+    for url in (url for url in order.tiers if url not in out):
         try:
-            tier = tier_at(url)
-            return tier, _save_to(tier, order, held, meta, notes, patience)
+            heed = Others(order, url, places).heed
+            part = Part(places.at(url), order, held, meta, notes, heed, later=url != order.tiers[0])
+            written = _save_to(part, patience, places)
+            places.saved(url)
+            return _Saved(url, written)
+        except CommittedElsewhere as found:
+            return _Saved(found.url, None)
         except (OSError, CheckpointError) as error:
+            places.failed(url, error, meta.file_size)
             notes.append(f"it cannot be saved to {url}: {error}")
+    notes.extend(f"{url} is left alone for now, {why}" for url, why in out.items())
     return None
 
 
-def _look_after(tier: Tier, written: RankManifest, order: Order, busy: Callable[[], set[StepId]]) -> None:
+def _look_after(saved: _Saved, order: Order, busy: Callable[[], set[StepId]], places: Places) -> None:
+    tier, first = places.at(saved.url), order.rank == min(order.group)
     try:
-        if order.read_back and tier.lasting:
-            verify(tier, order.id.folder, written)
+        if saved.written is not None and order.read_back and tier.lasting:
+            verify(tier, order.id.folder, saved.written)
             mark(tier, order.id.folder, order.rank)
     except (OSError, CheckpointError) as error:
         with contextlib.suppress(OSError):
             if names.COMMIT not in tier.names(order.id.folder):
                 return  # a newer one has taken its place meanwhile
-        print(f"rerail: checkpoint of step {order.version} read back wrong: {error}", file=sys.stderr, flush=True)
+        what = "read back wrong" if isinstance(error, CheckpointError) else "not marked as read back"
+        print(f"rerail: checkpoint of step {order.version} {what}: {error}", file=sys.stderr, flush=True)
+    for url in order.tiers[order.tiers.index(saved.url) + 1 :] if first else ():
+        with contextlib.suppress(OSError, CheckpointError):
+            let_go(places.at(url), order, saved.url)
     with contextlib.suppress(OSError, CheckpointError):
-        if order.rank == min(order.group):
+        if first:
             prune(tier, order.keep, order.id, busy())
 
 
-def _save_to(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str], patience: Patience) -> RankManifest:
+def _save_to(part: Part, patience: Patience, places: Places) -> RankManifest:
+    tier, order = part.tier, part.order
     folder = order.id.folder
     try:
+        part.heed()
         tier.make_folder(folder)
-        written = _write_rank(tier, order, held, meta, notes)
+        insist_on_open(tier, order, tier.names(folder))
+        if part.later:
+            tier.put(f"{folder}/{names.here_name(order.rank)}", b"")
+        written = shards.write(part)
+    except CommittedElsewhere:
+        raise
     except Exception as error:  # whatever it is: the others must not wait for this rank
         with contextlib.suppress(OSError):
             tier.put(f"{folder}/{names.failure_name(order.rank)}", str(error).encode())
@@ -215,77 +252,14 @@ def _save_to(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str],
             _abort(tier, folder, f"rank {order.rank}: {error}")
         raise
     if order.rank == min(order.group):
-        _commit_when_whole(tier, order, patience)
+        _commit_when_whole(part, patience, places)
     else:
-        _wait_for_commit(tier, order, patience)
+        _wait_for_commit(part, patience, places)
     return written
 
 
-def _write_rank(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str]) -> RankManifest:
-    """Shard, then manifest. A manifest that is there is never replaced: COMMIT may vouch for it already."""
-    path = f"{order.id.folder}/{names.manifest_name(order.rank)}"
-    if names.manifest_name(order.rank) not in tier.names(order.id.folder):
-        written = _described(order, meta, *_write_shard(tier, order, held, meta, notes))
-        with contextlib.suppress(FileExistsError):
-            tier.put(path, manifest.encode(written), exclusive=True)
-            return written
-    # a persister that died had come this far, or a living one carries out the same order
-    found = manifest.decode_own(tier.get(path, manifest.LARGEST), order.id, order.rank)
-    if found != _described(order, meta, found.file, _hashes(held, order, found) if meta.saved else []):
-        raise CheckpointError(f"{path} is there already, of another state")
-    return found
-
-
-def _hashes(held: Held, order: Order, found: RankManifest) -> list[str]:
-    source, size = held.source(order.version, found.size), found.size
-    lengths = ((at, min(found.chunk, size - at)) for at in range(0, size, found.chunk))
-    return [manifest.digest(source(at, length)[:length]) for at, length in lengths]
-
-
-def _write_shard(tier: Tier, order: Order, held: Held, meta: Meta, notes: list[str]) -> tuple[str, list[str]]:
-    """Name and checksums of a new file."""
-    if not meta.saved:
-        return "", []
-    there = tier.names(order.id.folder)
-    free = (name for n in range(1000) if (name := names.shard_name(order.rank, n)) not in there)
-    for tries, file in enumerate(free, start=1):
-        try:
-            source = held.source(order.version, meta.file_size)
-            hashes = tier.put_large(f"{order.id.folder}/{file}", source, meta.file_size, manifest.CHUNK)
-            break
-        except OSError as error:
-            if tries == TRIES:
-                raise
-            notes.append(f"{tier.url}: {file}: {error}; tried again")
-    else:
-        raise CheckpointError(f"{order.id.folder} is full of shards that were never finished")
-    if not held.holds(order.version):
-        raise CheckpointError("the snapshot was overwritten while it was being saved")
-    return file, hashes
-
-
-def _described(order: Order, meta: Meta, file: str, hashes: Sequence[str]) -> RankManifest:
-    tensors: dict[str, SavedTensor] = {}
-    for entry in meta.entries[: meta.saved]:
-        known = tensors.get(entry.name)
-        box = SavedBox(entry.start, entry.shape, entry.at)
-        tensors[entry.name] = SavedTensor(entry.dtype, entry.whole, (*(known.boxes if known else ()), box))
-    return RankManifest(
-        epoch=order.epoch,
-        step=order.version,
-        generation=order.generation,
-        rank=order.rank,
-        world_size=order.world_size,
-        file=file,
-        size=meta.file_size if meta.saved else 0,
-        hashes=tuple(hashes),
-        tensors=tensors,
-        small=meta.small,
-    )
-
-
-def _commit_when_whole(tier: Tier, order: Order, patience: Patience) -> None:
-    folder = order.id.folder
+def _commit_when_whole(part: Part, patience: Patience, places: Places) -> None:
+    tier, order, folder = part.tier, part.order, part.order.id.folder
     wanted = {names.manifest_name(rank): rank for rank in order.group}
     failures = {names.failure_name(rank): rank for rank in order.group}
 
@@ -296,18 +270,20 @@ def _commit_when_whole(tier: Tier, order: Order, patience: Patience) -> None:
         for name in failures.keys() & there:
             told = tier.get(f"{folder}/{name}", 1 << 16).decode(errors="replace")
             raise CheckpointError(f"rank {failures[name]} could not write: {told}")
+        part.heed()
         return [rank for name, rank in wanted.items() if name not in there]
 
     try:
         patience.until(lambda: not missing(), lambda: f"ranks {missing()} have not saved")
         texts = {rank: tier.get(f"{folder}/{name}", manifest.LARGEST) for name, rank in sorted(wanted.items())}
         entries = {str(rank): RankEntry(len(text), manifest.digest(text)) for rank, text in texts.items()}
-        insist_on_newest(order)
+        insist_on_newest(order, places)
         commit = Commit(
             epoch=order.epoch,
             step=order.version,
             generation=order.generation,
             world_size=order.world_size,
+            vacant=tuple(sorted(set(range(order.world_size)) - set(order.group))),
             ranks=entries,
             saved_at=time.time(),
             job=order.job,
@@ -335,15 +311,16 @@ def _commit(tier: Tier, commit: Commit) -> None:
             raise CheckpointError(f"{path} is there already, of another state") from None
 
 
-def insist_on_newest(order: Order) -> None:
+def insist_on_newest(order: Order, places: Places = PLAIN) -> None:
     """An old job must not go on writing, to any of the tiers that can be read."""
-    newest = _newest_reachable(order.tiers)
+    newest = _newest_reachable(order.tiers, places)
     if newest > order.epoch:
         raise CheckpointError(f"another job (epoch {newest}) has begun to write here; this one is epoch {order.epoch}")
 
 
-def _wait_for_commit(tier: Tier, order: Order, patience: Patience) -> None:
-    folder = order.id.folder
+def _wait_for_commit(part: Part, patience: Patience, places: Places) -> None:
+    tier, order, folder = part.tier, part.order, part.order.id.folder
+    late_at = time.monotonic() + places.silence_s + LATE_S
 
     def decided() -> bool:
         there = tier.names(folder)
@@ -352,9 +329,20 @@ def _wait_for_commit(tier: Tier, order: Order, patience: Patience) -> None:
         if names.ABORT in there:
             told = tier.get(f"{folder}/{names.ABORT}", 1 << 16).decode(errors="replace")
             raise CheckpointError(f"given up by the coordinator: {told}")
+        insist_on_open(tier, order, there)
+        part.heed()
+        if time.monotonic() > late_at and has_left(part, there):
+            raise CheckpointError("the coordinator is not here and saves other steps by now")
         return names.manifest_name(order.rank) not in there and _replaced(tier, order.id)
 
-    patience.until(decided, lambda: "the coordinator has neither committed nor given up")
+    try:
+        patience.until(decided, lambda: "the coordinator has neither committed nor given up")
+    except CommittedElsewhere:
+        raise
+    except CheckpointError as error:  # should it come after all, it need not wait
+        with contextlib.suppress(OSError):
+            tier.put(f"{folder}/{names.failure_name(order.rank)}", str(error).encode())
+        raise
 
 
 def _replaced(tier: Tier, step: StepId) -> bool:

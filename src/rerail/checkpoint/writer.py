@@ -24,6 +24,8 @@ from rerail.checkpoint.stream import Stream
 
 STARTS = 3
 """Times that one order may take a persister down before it is given up."""
+ENDS_S = 2.0
+"""Seconds that a persister may take to end once its link is closed."""
 
 
 class _Open(NamedTuple):
@@ -141,7 +143,7 @@ class Writer:
             if not data:
                 break
             self._settle(decoder.decode(data))
-        code = process.wait()
+        code = _code(process)
         link.close()
         with self._changed:
             if self._process is process:
@@ -164,8 +166,16 @@ class Writer:
 
     def _settle(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)
-        if outcome.copied_to:
+        if outcome.copied_to or outcome.place:
             return
         with self._changed:
             self._open.pop(outcome.version, None)
             self._changed.notify_all()
+
+
+def _code(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code; -1 for one that has said goodbye, but cannot end as long as a place hangs."""
+    try:
+        return process.wait(ENDS_S)
+    except subprocess.TimeoutExpired:
+        return -1

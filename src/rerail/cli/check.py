@@ -6,7 +6,6 @@ Called by `cli.main`. Exit status: 0 healthy (there may be warnings), 1 somethin
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import shutil
@@ -21,6 +20,7 @@ from rerail.detect import deep
 from rerail.detect.checkup import RECENT_S, TIMEOUT_S, Figure, Health, Problem, State, checkup, quick_areas
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
+from rerail.wording import closest
 
 WRONG = 1
 NAME, STATE = 19, 10
@@ -156,8 +156,8 @@ def _chosen(names: list[str], *, deep_too: bool) -> list[str]:
     """What `--only` names, checked."""
     for name in names:
         if name not in _names():
-            close = difflib.get_close_matches(name, _names(), n=1)
-            hint = f"did you mean: --only {close[0]}" if close else f"there are {', '.join(_names())}"
+            close = closest(name, _names())
+            hint = f"did you mean: --only {close}" if close else f"there are {', '.join(_names())}"
             raise UsageError(f"--only {name}: there is no such part", hint=hint)
         if name in deep.AREAS and not deep_too:
             raise UsageError(f"--only {name} is a deep test", hint=f"rerail check --deep --only {name}")

@@ -27,7 +27,7 @@ def show(args: argparse.Namespace) -> int:
     """Print one step."""
     step = opened(place_at(args.root, args.step))
     if args.rank not in step.manifests:
-        raise UsageError(f"--rank {args.rank}: this step was saved by {step.commit.world_size} ranks")
+        raise UsageError(f"--rank {args.rank}: this step was saved by ranks {', '.join(map(str, step.manifests))}")
     tensors = step.tensors()
     small = small_in_words(step.manifests[args.rank].small)
     if args.json:

@@ -19,6 +19,8 @@ WIDTH = 44
 _DONE = {
     Rung.RETRY_STEP: "step retried",
     Rung.REPLACE_RANK: "replaced, survivors kept",
+    Rung.GROW: "empty seats filled",
+    Rung.SHRINK: "went on with fewer ranks",
     Rung.RESTART_ALL: "all ranks restarted",
     Rung.STOP: "job stopped",
 }

@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "word in the environment as RERAIL_TOKEN; without it any process that reaches the endpoint may join the job."
     )
     _size_flags(parser)
+    _spare_flags(parser)
     _rendezvous_flags(parser)
     _script_flags(parser)
     _log_flags(parser)
@@ -122,6 +123,29 @@ def _size_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="restarts of ALL ranks that are allowed; repairs that "
         "replace one rank in place do not count (default: setting max_restarts, 3)",
+    )
+
+
+def _spare_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("spares")
+    store = argparse._StoreAction
+    _flag(
+        group,
+        "--spare-nodes",
+        action=store,
+        type=int,
+        default=0,
+        metavar="N",
+        help="nodes beyond --nnodes that may join and wait until one of the others is lost (default 0)",
+    )
+    _flag(
+        group,
+        "--spare-devices",
+        action=store,
+        type=int,
+        default=0,
+        metavar="N",
+        help="devices of each node beyond --nproc-per-node that stay empty until one of the others is lost (default 0)",
     )
 
 

@@ -6,7 +6,6 @@ Imports nothing heavy: a command's module is imported when that command is asked
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -15,6 +14,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from rerail.errors import RerailError, UsageError
+from rerail.wording import closest
 
 EXIT_USAGE = 2
 
@@ -28,6 +28,8 @@ COMMANDS = {
     "check": "is this machine healthy? --deep tries memory, devices, network and disk",
     "inject": "break something in a running job on purpose, where it allows that",
     "faults": "list, show and match the faults that are known",
+    "policy": "check, explain and replay what is done about faults",
+    "quarantine": "list, add and release what is out of use",
     "ckpt": "list, show, verify, compare, export, import and prune checkpoints",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit code`."""
@@ -87,8 +89,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
 
 def _unknown(name: str) -> UsageError:
     kind = "option" if name.startswith("-") else "command"
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean: rerail {close[0]}" if close else f"commands: {', '.join(COMMANDS)}"
+    close = closest(name, COMMANDS)
+    hint = f"did you mean: rerail {close}" if close else f"commands: {', '.join(COMMANDS)}"
     if name.endswith(".py"):
         hint = f"did you mean: rerail run {name}"
     return UsageError(f"unknown {kind} {name!r}", hint=hint)

@@ -6,7 +6,6 @@ Called by `cli.main`. Everything a user can get wrong is found here, before any 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import secrets
@@ -24,6 +23,9 @@ from rerail.cli.rundir import claim_run_dir
 from rerail.config import JobSpec, Settings, check_drop_dir, load_settings, settings_file
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
+from rerail.faults.catalog import load_catalog
+from rerail.runtime import handling
+from rerail.wording import closest
 
 __all__ = ["add_arguments", "parse", "run", "settings_from", "spec_from"]
 
@@ -62,6 +64,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
     check_drop_dir()
     if settings.fault_files or settings.fault_levels:
         Levels.of(settings).catalog()  # says what is wrong with them before anything is started
+    if settings.policy or settings.escalation or settings.rungs:
+        handling.check(settings, load_catalog(Levels.of(settings).files).faults, str(path or "environment"))
     return settings
 
 
@@ -72,7 +76,12 @@ def spec_from(args: argparse.Namespace) -> JobSpec:
     min_nodes, max_nodes = _nodes(args.nnodes)
     if args.standalone and max_nodes > 1:
         raise UsageError(f"--standalone is for one node, but --nnodes is {args.nnodes}")
-    place = _rendezvous(args, max_nodes)
+    for name in ("spare_nodes", "spare_devices"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must not be negative")
+    if args.standalone and args.spare_nodes:
+        raise UsageError("--standalone is for one node, but --spare-nodes asks for more")
+    place = _rendezvous(args, max_nodes + args.spare_nodes)
     if args.max_restarts is not None and args.max_restarts < 0:
         raise UsageError(f"--max-restarts is {args.max_restarts}, but must not be negative")
     if args.logs_specs not in (None, "default"):
@@ -81,8 +90,8 @@ def spec_from(args: argparse.Namespace) -> JobSpec:
     ranks_filter = _ranks_filter(args.local_ranks_filter)
     signals = _signals(args.signals_to_handle)
     grace = _grace(args.shutdown_timeout)
-    job = _job_name(args, max_nodes)
-    run_dir = claim_run_dir(args.run_dir, job, place.hosts_controller)
+    job = _job_name(args, max_nodes + args.spare_nodes)
+    run_dir = claim_run_dir(args.run_dir, job, place.hosts_controller, max_nodes + args.spare_nodes > 1)
     return JobSpec(
         job=job,
         script=args.script,
@@ -92,6 +101,8 @@ def spec_from(args: argparse.Namespace) -> JobSpec:
         run_path=args.run_path,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        spare_nodes=args.spare_nodes,
+        spare_devices=args.spare_devices,
         endpoint_host=place.host,
         endpoint_port=place.port,
         master_addr=args.master_addr or "",
@@ -135,8 +146,8 @@ def _check_script(args: argparse.Namespace) -> None:
     if path.is_file() or (path / "__main__.py").is_file():
         return
     folder = path.parent if path.parent.is_dir() else Path()
-    close = difflib.get_close_matches(path.name, [entry.name for entry in folder.glob("*.py")], n=1)
-    hint = f"did you mean {folder / close[0]}?" if close else f"looked in {os.getcwd()}; for a module use -m"
+    close = closest(path.name, [entry.name for entry in folder.glob("*.py")])
+    hint = f"did you mean {folder / close}?" if close else f"looked in {os.getcwd()}; for a module use -m"
     raise UsageError(f"script {script} does not exist", hint=hint)
 
 
@@ -227,10 +238,8 @@ def _signals(text: str) -> tuple[str, ...]:
     known = [one.name for one in signal.Signals]
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            raise UsageError(
-                f"--signals-to-handle: no signal {name!r}", hint=f"did you mean {close[0]}?" if close else ""
-            )
+            close = closest(name.upper(), known)
+            raise UsageError(f"--signals-to-handle: no signal {name!r}", hint=f"did you mean {close}?" if close else "")
         if name in ("SIGKILL", "SIGSTOP"):
             raise UsageError(f"--signals-to-handle: {name} cannot be handled by any process", hint="leave it out")
     return names

@@ -14,6 +14,11 @@ import msgspec
 
 from rerail.flow import Diagnosis
 
+NODE_BACK = "node.returned"
+"""Code of what is no fault: empty seats can be filled again."""
+EVACUATE = "evacuate"
+"""Rule of a diagnosis that says: these ranks still work, but not in a good place."""
+
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one job."""
@@ -38,7 +43,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """Count one incident. A rank that raised had completed the step before, whether or not its beat has told so."""
         high_version = max(high_version, diagnosis.step)
         moved = high_version > self.high_version
-        raised = not diagnosis.lost and diagnosis.rule not in ("collective-alone", "takeover")
+        raised = not diagnosis.lost and diagnosis.rule not in ("collective-alone", "takeover", EVACUATE)
+        raised = raised and diagnosis.code != NODE_BACK
         again = raised and diagnosis.step == self.raised_version and not moved
         # an exception may hit one rank first and then another; a process that dies is that rank's own affair
         where = ",".join(map(str, sorted(diagnosis.ranks))) if diagnosis.lost else "anywhere"

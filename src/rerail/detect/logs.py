@@ -204,9 +204,8 @@ class Reader:
 
 def is_binary(block: bytes) -> bool:
     """Whether none of several places looks like text. A log with holes (zeros after a power cut) is still a log."""
-    step = -(
-        -len(block) // SAMPLES
-    )  # rounded up, or the last place would be a byte or two, which may look like anything
+    # rounded up, or the last place would be a byte or two, which may look like anything
+    step = -(-len(block) // SAMPLES)
     places = (block[at : at + SAMPLE] for at in range(0, len(block), max(1, step)))
     return bool(block) and all(len(place.translate(None, _TEXT)) > len(place) * NO_TEXT for place in places)
 

@@ -16,6 +16,8 @@ MESSAGE_LIMIT = 200
 """Characters of an exception's text that fit into a line for people; the whole text stays in the evidence."""
 WITH_WORDS = ("process.exit", "step.raised")
 KILLED = "SIGKILL"
+BACK = "back"
+"""In the payload of a signal of training that asks for a repair: the newest version to be trusted."""
 RAISED = "rank {rank} raised {exception}: {message}"
 ENDED = "rank {rank} ended with {exception}: {message}"
 
@@ -49,6 +51,7 @@ class Classifier:
             evidence=_evidence(signal),
             first_seen=signal.at,
             last_seen=signal.at,
+            trusted=int(signal.payload.get(BACK, -1)),
         )
 
     def fault_of(self, signal: Signal) -> Fault:

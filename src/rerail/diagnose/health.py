@@ -47,6 +47,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     expected: float
     begins: bool = True
+    since: int = -1
+    """The last step at which all was well, as far as known."""
 
 
 Change = tuple[bool, float, float]
@@ -58,28 +60,46 @@ class _Spike:
 
     def __init__(self, least: float, *, relative: bool) -> None:
         self._least, self._relative = least, relative
-        self._values: deque[float] = deque(maxlen=RECENT + GAP)
-        self._strikes: deque[bool] = deque(maxlen=NEWEST)
-        self._aside: list[float] = []  # the values of a spike: they become the recent ones when they stay
+        self._values: deque[tuple[int, float]] = deque(maxlen=RECENT + GAP)
+        self._strikes: deque[tuple[int, bool]] = deque(maxlen=NEWEST)
+        """With the step before each."""
+        self._aside: list[tuple[int, float]] = []  # the values of a spike: they become the recent ones when they stay
+        self._before: list[tuple[int, float]] = []  # what was known when it began
         self._on = False
+        self._last = self._good = -1  # the newest step, and the newest of which it is known that all was well
 
-    def take(self, value: float) -> Change | None:
-        recent = list(self._values) if self._on else list(self._values)[:-GAP]
-        if len(recent) < LEAST_RECENT:
-            self._values.append(value)
-            return None
-        expected, deviation = _trend(recent)
-        least = self._least * abs(expected) if self._relative else self._least
-        self._strikes.append(value - expected > max(Z * deviation, least))
-        strikes = sum(self._strikes)
+    @property
+    def since(self) -> int:
+        """The step before the first of those that are far above."""
+        return next((step for step, far in self._strikes if far), self._last)
+
+    def went_back(self, step: int) -> None:
+        """Nothing that came later counts."""
+        kept = [one for one in (self._before if self._on else self._values) if one[0] <= step]
+        self._values, self._aside, self._on = deque(kept, maxlen=RECENT + GAP), [], False
+        self._strikes.clear()
+        self._last, self._good = min(self._last, step), step
+
+    def take(self, step: int, value: float) -> Change | None:
+        before, self._last = self._last, step
+        recent = list(self._values)
         if not self._on:
-            self._values.append(value)
+            recent = recent[:-GAP] + [one for one in recent[-GAP:] if one[0] <= self._good]
+        if len(recent) < LEAST_RECENT:
+            self._values.append((step, value))
+            return None
+        expected, deviation = _trend([one for _, one in recent])
+        least = self._least * abs(expected) if self._relative else self._least
+        self._strikes.append((before, value - expected > max(Z * deviation, least)))
+        strikes = sum(far for _, far in self._strikes)
+        if not self._on:
+            self._values.append((step, value))
             if strikes < STRIKES:
                 return None
-            self._values = deque(recent, maxlen=RECENT + GAP)
-            self._aside, self._on = [value], True
+            self._before, self._values = list(self._values), deque(recent, maxlen=RECENT + GAP)
+            self._aside, self._on = [(step, value)], True
             return True, value, expected
-        self._aside.append(value)
+        self._aside.append((step, value))
         if len(self._aside) < NEW_LEVEL and strikes >= NEWEST - STRIKES:
             return None
         if strikes >= NEWEST - STRIKES:
@@ -94,19 +114,32 @@ class _Divergence:
 
     def __init__(self) -> None:
         self._block: list[float] = []
-        self._medians: deque[float] = deque(maxlen=STAYING)
+        self._medians: deque[tuple[int, float]] = deque(maxlen=STAYING)
+        """With the last step of each."""
         self._best = self._deviation = inf
+        self._best_at = -1
         self._on = False
 
-    def take(self, loss: float) -> Change | None:
+    @property
+    def since(self) -> int:
+        """The last step of the last block that was not far above the best; the best one's, if that is not known any more."""
+        far = self._best + max(FAR * abs(self._best), 2.0 * self._deviation)
+        return next((step for step, one in reversed(self._medians) if one <= far), self._best_at)
+
+    def went_back(self, step: int) -> None:
+        """Nothing that came later counts."""
+        self._medians = deque((one for one in self._medians if one[0] <= step), maxlen=STAYING)
+        self._block, self._on = [], False
+
+    def take(self, step: int, loss: float) -> Change | None:
         self._block.append(loss)
         if len(self._block) < BLOCK:
             return None
         newest, deviation = median(self._block), _trend(self._block)[1]
         self._block = []
-        self._medians.append(newest)
+        self._medians.append((step, newest))
         if newest < self._best:
-            self._best, self._deviation = newest, deviation
+            self._best, self._deviation, self._best_at = newest, deviation, step
         far = max(FAR * abs(self._best), 2.0 * self._deviation)
         if self._on == (newest > self._best + far / 2) or (not self._on and not self._diverges(self._best + far)):
             return None
@@ -114,7 +147,7 @@ class _Divergence:
         return self._on, newest, self._best
 
     def _diverges(self, far: float) -> bool:
-        last = list(self._medians)
+        last = [one for _, one in self._medians]
         above = next((count for count, one in enumerate(reversed(last)) if one <= far), len(last))
         if above == STAYING:
             before, after = median(last[: STAYING // 2]), median(last[STAYING // 2 :])
@@ -169,15 +202,24 @@ class HealthWatch:
         numbers = [number for number in (loss, grad_norm) if number is not None]
         changes: dict[str, Change | None] = {"nan": self._nan(numbers) if numbers else None}
         if loss is not None and isfinite(loss):
-            changes |= {"loss_spike": self._loss.take(loss), "divergence": self._divergence.take(loss)}
+            changes |= {"loss_spike": self._loss.take(step, loss), "divergence": self._divergence.take(step, loss)}
         if grad_norm is not None and isfinite(grad_norm):
-            change = self._grad_norm.take(log(max(grad_norm, 1e-12)))
+            change = self._grad_norm.take(step, log(max(grad_norm, 1e-12)))
             changes["grad_norm"] = change and (change[0], exp(change[1]), exp(change[2]))
         pace = 1.0 / tokens_per_s if tokens_per_s else step_s
         if pace is not None and 0.0 < pace < inf:
             changes["decay"] = self._decay.take(pace, step_s or 1.0)
         seen = [(kind, *change) for kind, change in changes.items() if change is not None]
-        return [Health(kind=kind, step=step, begins=a, value=b, expected=c) for kind, a, b, c in seen]
+        since = {"loss_spike": self._loss.since, "divergence": self._divergence.since}
+        return [
+            Health(kind=kind, step=step, begins=a, value=b, expected=c, since=since.get(kind, step))
+            for kind, a, b, c in seen
+        ]
+
+    def went_back(self, step: int) -> None:
+        """All go on from this step, or one before it: what was seen since never was."""
+        for one in (self._loss, self._grad_norm, self._divergence):
+            one.went_back(step)
 
     def _nan(self, values: list[float]) -> Change | None:
         before, wrong = self._finite, [value for value in values if not isfinite(value)]

@@ -49,13 +49,14 @@ def diagnose(events: Sequence[Event], facts: Facts, *, at: float, waited: bool) 
         node=root.node,
         ranks=tuple(sorted({*broken, *facts.gone})),
         lost=tuple(sorted(facts.gone)),
-        step=max(event.step for event in events),
+        step=root.step if root.trusted >= 0 else max(event.step for event in events),
         echoes=tuple(event.id for event in events if event.id != root.id),
         transient=root.transient,
         confidence="low" if rule in ("collective-alone", "fewest-collectives") else "high",
         rule=rule,
         summary=_summary(root, events, rule),
         evidence=_evidence(root),
+        trusted=min((event.trusted for event in events if event.trusted >= 0), default=-1),
     )
 
 

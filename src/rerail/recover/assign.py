@@ -60,4 +60,5 @@ def assignment(
         store_rank=store_rank,
         address=fleet.agent_of(rank.rank).address,
         env=env,
+        back=fleet.back,
     )

@@ -7,6 +7,9 @@ rank; otherwise the reason is returned and the ladder's next rung is taken.
        cursor and schedule of that version
     2. else the newest snapshot that every rank, or a replica of it, has sealed: all go back to it
     3. else, where nobody has trained yet and nobody was replaced: as constructed
+
+Empty seats take no part, which is possible where a rank that is there holds the same state. A seat that is filled again has
+no small state of its own: where the data are dealt, that of the replica will do.
 """
 
 from __future__ import annotations
@@ -33,8 +36,12 @@ class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> Choice | Infeasible:
-    """The best exact way to resume from what these ranks hold."""
+def choose_sources(
+    parked: Mapping[int, Parked], newcomers: frozenset[int], vacant: frozenset[int] = frozenset()
+) -> Choice | Infeasible:
+    """The best way to resume from what these ranks hold; exact, but for the seats in `vacant`, that are left empty."""
+    if obstacle := _needed(parked, vacant):
+        return Infeasible(reason=obstacle)
     if any(p.in_guard for p in parked.values()) and not _at_one_spot(parked):
         return Infeasible(reason="the fault hit inside job.guard(), and not every rank is in the same one")
     parked = _trusted(parked)
@@ -51,6 +58,19 @@ def choose_sources(parked: Mapping[int, Parked], newcomers: frozenset[int]) -> C
     if not newcomers and not any(p.in_training for p in parked.values()):
         return Choice(version=0, sources={rank: Source(kind="initial") for rank in parked})
     return Infeasible(reason=_why_not(parked, held))
+
+
+def _elastic(parked: Mapping[int, Parked]) -> bool:
+    """Every rank's place in the data is the same one."""
+    return all(p.elastic for p in parked.values())
+
+
+def _needed(parked: Mapping[int, Parked], vacant: frozenset[int]) -> str:
+    """Why these seats cannot be left empty, or nothing."""
+    if vacant and not _elastic(parked):
+        return "the script does not share its data by job.deal() and job.weight, so no rank can be done without"
+    alone = [rank for rank in sorted(vacant) if not any(rank in p.replicas for p in parked.values())]
+    return f"nobody else holds the state of ranks {', '.join(map(str, alone))}" if alone else ""
 
 
 def _trusted(parked: Mapping[int, Parked]) -> Mapping[int, Parked]:
@@ -85,12 +105,13 @@ def _from_memory(parked: Mapping[int, Parked], version: int) -> Choice | None:
     serving: Counter[int] = Counter()
     for rank in sorted(set(parked) - holders):
         givers = [other for other in _replicas(parked, rank) if other in holders]
-        if not givers or version not in parked[rank].small_versions:
+        small = version not in parked[rank].small_versions
+        if not givers or (small and not _elastic(parked)):
             return None
         # the giver with the fewest takers, so that two newcomers load at the same time
         giver = min(givers, key=lambda other: (serving[other], other))
         serving[giver] += 1
-        sources[rank] = Source(kind="replica", rank=giver)
+        sources[rank] = Source(kind="replica", rank=giver, small=small)
     return Choice(version=version, sources=dict(sorted(sources.items())))
 
 
@@ -111,10 +132,11 @@ def _from_snapshots(parked: Mapping[int, Parked]) -> Choice | None:
 def _snapshot_source(parked: Mapping[int, Parked], rank: int, version: int) -> Source | None:
     if version in parked[rank].snapshots:
         return Source(kind="snapshot")
-    if version not in parked[rank].small_versions:
+    small = version not in parked[rank].small_versions
+    if small and not _elastic(parked):
         return None
     giver = next((other for other in _replicas(parked, rank) if version in parked[other].snapshots), None)
-    return None if giver is None else Source(kind="replica", rank=giver)
+    return None if giver is None else Source(kind="replica", rank=giver, small=small)
 
 
 def _why_not(parked: Mapping[int, Parked], held: list[int]) -> str:

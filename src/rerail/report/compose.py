@@ -8,23 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rerail.flow import Cost, Diagnosis, Fidelity, Recovery, Report, Rung, new_id
-from rerail.recover.execute import Marks
+from rerail.recover.stages import Marks
 from rerail.report.timeline import Timeline, lost_steps, measure, phases
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
 from rerail.runtime.plans import Source
+from rerail.wording import counted
 
 
 def timeline(incident: Incident, marks: Marks, fleet: Fleet, now: float) -> Timeline:
     """What is known of this incident's course, as the newest generation stands."""
     newest, ranks = fleet.generation, fleet.ranks.values()
     return Timeline(
-        opened=incident.opened,
+        opened=marks.paused_at or incident.opened,
         detect_s=incident.detect_s,
         parked_at=marks.parked_at,
         formed_at=marks.formed_at,
         ended=marks.resumed_at or now,
-        fault_version=incident.fault_version,
+        fault_version=incident.fault_version if not marks.paused_at else -1,
         resumed_version=marks.version,
         parked=marks.parked,
         formed={r.rank: r.formed for r in ranks if r.formed is not None and r.formed.generation == newest},
@@ -67,10 +68,11 @@ def compose(
         cost=measure(line),
         lost_steps=lost_steps(line),
         resumed_step=line.resumed_version,
-        fidelity=Fidelity.EXACT,
+        fidelity=Fidelity.APPROXIMATE if decision.rung in _HOW else Fidelity.EXACT,
         attempts=incident.attempts,
         ranks=tuple(sorted({*diagnosis.ranks, *(rank for later in incident.later for rank in later.ranks)})),
         node=diagnosis.node,
+        moves=decision.moves,
         links=(*incident.links, recovery.id),
     )
     return recovery, report
@@ -104,13 +106,30 @@ def one_line(report: Report, recovery: Recovery) -> str:
         return f"{report.summary}: {recovery.detail}"
     if report.rung is Rung.RESTART_ALL:
         return f"{report.summary}: all ranks started again{f' in {took}' if took else ''} ({recovery.detail})"
+    if report.rung is Rung.ROLL_BACK:
+        lost = counted(report.lost_steps, "step")
+        return (
+            f"{report.summary}: all went back to step {report.resumed_step} in {took}, {lost} lost ({recovery.detail})"
+        )
     if report.rung is Rung.RETRY_STEP:
         return f"{report.summary}: step {report.resumed_step} retried in {took}"
     replayed = (
         f"{report.lost_steps + 1} steps replayed" if report.lost_steps else f"step {report.resumed_step} replayed"
     )
     found = f"found in {report.cost.detect:.1f} s, " if report.cost.detect >= 0.1 else ""
-    return f"{report.summary}: {found}replaced in {took}, survivors kept, {replayed}"
+    places = ", ".join(f"rank {rank} on {place}" for rank, place in sorted(report.moves.items()))
+    if report.rung is Rung.HOT_SWITCH:
+        return f"{report.summary}: {places}; a pause of {took}, no step lost"
+    moved = f" ({places})" if places else ""
+    done = _HOW.get(report.rung, "replaced in {took}{moved}, survivors kept").format(took=took, moved=moved)
+    return f"{report.summary}: {found}{done}, {replayed}"
+
+
+_HOW = {
+    Rung.SHRINK: "gone on with fewer ranks after {took}, batch and order of samples kept",
+    Rung.GROW: "empty seats filled in {took}{moved}",
+}
+"""Rungs that change who adds up what: the same numbers within rounding, not the same bits."""
 
 
 def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:

@@ -18,6 +18,7 @@ from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Recovery,
 from rerail.report.seen import Seen, also_seen
 from rerail.runtime.journal import FILE_NAME, Journal
 
+SKIPPED = "data.skipped"
 _R = TypeVar("_R", Signal, Event, Diagnosis, Decision, Action)
 
 
@@ -31,6 +32,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
     actions: tuple[Action, ...] = ()
     recovery: Recovery | None = None
+    skipped: tuple[Signal, ...] = ()
+    """Where ranks told which data they have left out because of it."""
     also_seen: tuple[Seen, ...] = ()
     """Faults of machines and training about the same time, that are not its cause."""
 
@@ -91,6 +94,8 @@ def story(journal: Journal, report: Report) -> Story:
     """Everything that led to this report."""
     records = journal.records(incident=report.incident)
     recoveries = [record for record in records if isinstance(record, Recovery)]
+    left_out = {version for decision in _of(records, Decision) for version in decision.skips}
+    told = [one for one in _of(journal.records(kind="signal"), Signal) if one.source == SKIPPED] if left_out else []
     began = min((record.at for record in records), default=report.at)
     return Story(
         report=report,
@@ -100,6 +105,7 @@ def story(journal: Journal, report: Report) -> Story:
         decisions=_of(records, Decision),
         actions=_of(records, Action),
         recovery=recoveries[-1] if recoveries else None,
+        skipped=tuple(one for one in told if one.step in left_out and one.at >= began),
         also_seen=tuple(one for one in seen(journal) if one.near(began, report.at)),
     )
 

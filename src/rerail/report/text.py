@@ -13,13 +13,19 @@ from rerail.faults.catalog import Catalog
 from rerail.flow import Decision, Diagnosis, Recovery, Report, Rung, Severity
 from rerail.report.seen import Seen, told_in
 from rerail.report.summary import Story
+from rerail.wording import counted, ranks
 
 BAR_WIDTH = 20
 SEEN_ROWS, SEEN_WIDTH = 20, 80
+SKIPPED_WORDS = "left out of the training "
+"""What ranks begin with when they tell of it."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _DONE = {
     Rung.RETRY_STEP: "step retried",
+    Rung.ROLL_BACK: "rolled back",
     Rung.REPLACE_RANK: "rank replaced",
+    Rung.GROW: "empty seats filled",
+    Rung.SHRINK: "went on with fewer ranks",
     Rung.RESTART_ALL: "all restarted",
     Rung.STOP: "stopped",
 }
@@ -161,7 +167,7 @@ def _heading(report: Report) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
     where = [f"node {report.node}"] if report.node else []
     if report.ranks:
-        where.append(("rank " if len(report.ranks) == 1 else "ranks ") + ", ".join(map(str, report.ranks)))
+        where.append(ranks(report.ranks))
     return f"incident {report.incident}   {when}   {', '.join(where)}"
 
 
@@ -191,6 +197,7 @@ def _handling(story: Story) -> list[str]:
     lines = []
     for decision in story.decisions:
         lines += [f"  {'decision':<14}{_decision(decision)}", f"  {'':<14}because {decision.why}"]
+        lines += [f"  {'left out':<14}{text}" for text in _left_out(decision, story)]
     if report.attempts > 1:
         lines.append(f"  {'attempts':<14}{report.attempts}")
     if story.recovery is not None and not report.ok:
@@ -207,6 +214,16 @@ def _decision(decision: Decision) -> str:
     ranks = f" {', '.join(map(str, decision.ranks))}" if decision.ranks else ""
     later = ", ".join(rung.value.replace("_", " ") for rung in decision.fallbacks) or "nothing"
     return f"{decision.rung.value.replace('_', ' ')}{ranks}  (rule {decision.rule}; next: {later})"
+
+
+def _left_out(decision: Decision, story: Story) -> list[str]:
+    """Data that are passed over: as a rank told when it did so, or, before that, for which step."""
+    told = {one.step: str(one.payload.get("message", "")).removeprefix(SKIPPED_WORDS) for one in story.skipped}
+    return [
+        told.get(version)
+        or f"{counted(count, 'batch') if count == 1 else f'{count} batches'} before step {version + 1}"
+        for version, count in decision.skips.items()
+    ]
 
 
 def _sources(recovery: Recovery | None) -> str:

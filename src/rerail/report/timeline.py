@@ -5,7 +5,7 @@ Called by `runtime.controller` when an incident is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rerail.flow import Cost, Phase
@@ -75,8 +75,3 @@ def _within_reschedule(line: Timeline) -> Iterator[Phase]:
         for name, seconds in parked.phases.items():
             yield Phase(name=f"rank {rank}: {name.replace('_', ' ')}", start=end, end=end + seconds)
             end += seconds
-
-
-def mean_cost(costs: Sequence[Cost]) -> Cost:
-    """The mean of each part, over the incidents of one kind."""
-    return Cost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in Cost.__struct_fields__})

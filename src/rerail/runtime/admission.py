@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from rerail.config import JobSpec
 from rerail.runtime.fleet import Agent, Fleet, Link
-from rerail.runtime.wire import AgentHello
+from rerail.runtime.orders import AgentHello, Rejected
+from rerail.wording import counted
 
 LAST_CALL_S = 1.0
 """With --nnodes MIN:MAX, how long to wait for more nodes once MIN are there."""
@@ -18,6 +19,8 @@ PATIENCE_S = 3.0
 """After this long without enough nodes the user is told what the job waits for, once."""
 DUPLICATE_S = 3.0
 """A second agent of the same name is a duplicate if the first was heard this recently (three beats), else its successor."""
+KNOCKING_S = 2 * DUPLICATE_S
+"""So long one from the same address may ask again: where a link was down, nobody knows yet that the first is gone."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +34,39 @@ class Greeting:
     returned: bool = False
     """The same process, back after its connection broke or the controller changed."""
 
+    def turn_away(self, link: Link) -> None:
+        """For good, with the reason; or, without a word, until it asks again."""
+        if self.refusal:
+            link.send(Rejected(reason=self.refusal))
+        else:
+            link.close()
+
 
 class Admission:
     """The door. Closed once every place is taken; open again when a node is lost."""
 
-    def __init__(self, fleet: Fleet, spec: JobSpec, token: str) -> None:
-        self._fleet, self._spec, self._token = fleet, spec, token
+    def __init__(self, fleet: Fleet, spec: JobSpec, token: str, lost_s: float = 0.0) -> None:
+        self._fleet, self._spec, self._token, self._lost_s = fleet, spec, token, lost_s
+        self._most = spec.max_nodes + spec.spare_nodes
         self._min_since: float | None = None
         self._arrivals = 0
         self._first_at: float | None = None
         self._told = False
+        self._knocked: dict[str, float] = {}
+        """When an agent that may be the successor of another was first heard, by incarnation."""
 
     def greet(self, link: Link, hello: AgentHello, now: float) -> Greeting:
         """Admit, take back or refuse."""
         refusal = self._refusal(hello, now)
-        if refusal:
-            return Greeting(refusal=refusal)
         known = self._fleet.agents.get(hello.node)
+        if refusal:
+            return Greeting(refusal="" if self._too_early(hello, known, now) else refusal)
+        self._knocked.clear()
         if known is not None and known.incarnation == hello.incarnation:
             known.link, known.gone_since, known.heard = link, None, now
             known.address, known.ready = hello.address, hello.standbys_ready
-            known.depot_port = hello.depot_port
+            known.slots, known.devices, known.depot_port = hello.slots, hello.devices, hello.depot_port
+            known.resets, known.accelerators = hello.resets, hello.accelerators
             return Greeting(agent=known, returned=True)
         self._arrivals += 1
         self._first_at = now if self._first_at is None else self._first_at
@@ -59,6 +74,9 @@ class Admission:
             node=hello.node,
             address=hello.address,
             slots=hello.slots,
+            devices=max(hello.devices, hello.slots),
+            resets=hello.resets,
+            accelerators=hello.accelerators,
             node_rank=hello.node_rank,
             incarnation=hello.incarnation,
             heard=now,
@@ -74,7 +92,7 @@ class Admission:
 
     def complete(self, now: float) -> bool:
         """Whether the job can be placed and started."""
-        here = len(self._fleet.connected())
+        here = len(self._fleet.fit())
         if here >= self._spec.max_nodes:
             return True
         if here < self._spec.min_nodes:
@@ -112,12 +130,31 @@ class Admission:
             return f"node {hello.node} offers {hello.slots} ranks; at least 1 is needed"
         known = self._fleet.agents.get(hello.node)
         if known is not None:
-            duplicate = known.incarnation != hello.incarnation and known.connected and now - known.heard < DUPLICATE_S
+            # another machine: the ranks of the first may run until its lease is over
+            elsewhere = known.address not in ("", hello.address) and now - known.heard < self._lost_s
+            duplicate = known.incarnation != hello.incarnation and (elsewhere or _is_there(known, now))
             return f"a node named {hello.node} takes part already" if duplicate else ""
         placed = self._fleet.placed()
         missing = [node for node in placed if node in self._fleet.agents and not self._fleet.agents[node].connected]
+        here = len(self._fleet.connected())
+        if here < self._most and (not placed or missing or self._most > self._spec.max_nodes):
+            return ""
         if placed and not missing:
-            return f"job {self._spec.job} has all its {len(placed)} nodes"
-        if len(self._fleet.connected()) >= self._spec.max_nodes:
-            return f"job {self._spec.job} has {self._spec.max_nodes} nodes already (--nnodes)"
-        return ""
+            return f"job {self._spec.job} has all its {len(placed)} nodes{self._and_spares()}"
+        return f"job {self._spec.job} has {here} nodes already (--nnodes{self._and_spares()})"
+
+    def _too_early(self, hello: AgentHello, known: Agent | None, now: float) -> bool:
+        """Whether a second agent of this name is told to ask again: the first may have died behind a link that was down."""
+        if not self._spec.several_nodes or known is None or known.address != hello.address or not _is_there(known, now):
+            return False
+        right = hello.job == self._spec.job and hmac.compare_digest(hello.token.encode(), self._token.encode())
+        return right and now - self._knocked.setdefault(hello.incarnation, now) < KNOCKING_S
+
+    def _and_spares(self) -> str:
+        spares = self._most - self._spec.max_nodes
+        return f" and {counted(spares, 'spare')}" if spares else ""
+
+
+def _is_there(agent: Agent, now: float) -> bool:
+    """As far as is known: it may have died behind a link that is down."""
+    return agent.connected and now - agent.heard < DUPLICATE_S

@@ -25,26 +25,26 @@ from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
 from rerail.errors import RerailError
 from rerail.flow import Signal, new_id
-from rerail.runtime import flight, memory, numa, processes, wire
-from rerail.runtime.children import Child, child_spec, end_all, needs_local_rank, virtual_device
+from rerail.runtime import flight, leaving, memory, numa, orders, processes, wire
+from rerail.runtime.children import Child, child_spec, end_all, end_orphans, needs_local_rank, virtual_device
+from rerail.runtime.chores import Chores, reset_command
 from rerail.runtime.clock import Reading
 from rerail.runtime.gauges import Gauges
 from rerail.runtime.injecting import Injector, Payload
+from rerail.runtime.lease import FENCED, Lease, fence, get_ready
 from rerail.runtime.logs import ERR, OUT, Console, LogBook
 from rerail.runtime.lookout import Lookout
+from rerail.runtime.mirror import Mirror
 from rerail.runtime.processes import say
-from rerail.runtime.slots import Slot
+from rerail.runtime.slots import Slot, form, interrupt, slot_for, vacate
 from rerail.runtime.standbys import StandbyPool
 from rerail.runtime.uplink import Uplink
 from rerail.runtime.watch import Watch
 
 EXIT_CRASHED = 70
 """The agent itself failed (EX_SOFTWARE); the launcher starts a new one."""
-BEAT_S = 1.0
 UNAWARE_CALM_S = 3.0
 """Seconds after its start in which a script that has not called join() is left alone with the machine."""
-STOP_S = 1.0
-"""Seconds a rank that knows rerail has to leave by itself, so that the culprit can show its traceback."""
 LEAVE_S = 2.0
 """Seconds to wait for the controller's answer to LeaveJob."""
 
@@ -64,13 +64,18 @@ class Agent:
         self.pool = StandbyPool(
             child_spec(spec), wanted=0 if spec.no_python else settings.standbys, changed=self._standbys_changed
         )
-        self.uplink = Uplink(spec, self._greeting, self._order, lambda why: self._end(EXIT_FAILED, why))
+        self.lease = Lease.of(spec, settings, lambda: (slot.clock for slot in self.slots), self._fence)
+        self.uplink = Uplink(spec, settings, self._greeting, self._order, lambda why: self._end(EXIT_FAILED, why))
+        self.uplink.on_refusal = self.lease.renew
         self.watch = Watch(settings, self.slots, self._hung, self._stalled)
         self.gauges = Gauges()
-        self.lookout = Lookout(settings, spec.job, node, lambda seen: self.uplink.send(wire.Observed(signal=seen)))
+        self.mirror = Mirror()
+        self.chores = Chores(reset_command(settings.reset_command), lambda done: self.uplink.send(done))
+        self.lookout = Lookout(settings, spec.job, node, lambda seen: self.uplink.send(orders.Observed(signal=seen)))
         self.injector = Injector(self.slots, self._observe, allowed=spec.allow_inject)
-        self._cpus, self._cpu_notice = numa.plan(spec.numa_binding, spec.slots)
-        self._orders: asyncio.Queue[wire.ToAgent] = asyncio.Queue()
+        self._cpus, self._cpu_notice = numa.plan(spec.numa_binding, spec.slots + spec.spare_devices)
+        self._accelerators = numa.accelerators()
+        self._orders: asyncio.Queue[orders.ToAgent] = asyncio.Queue()
         self._started_at: float | None = None
         self._left_by = 0
         """The signal by which the user asked us to leave."""
@@ -85,8 +90,10 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in {*self.spec.signals_to_handle, "SIGTERM", "SIGINT"}:
             loop.add_signal_handler(signal.Signals[name], self._asked_to_leave, signal.Signals[name])
-        chores = (self.uplink.run(), self._obey(), self.watch.run(), self._keep_house(), self.lookout.run())
-        tasks = [asyncio.create_task(chore) for chore in chores]
+        chores = [self.uplink.run(), self._obey(), self.watch.run(), self._keep_house(), self.lookout.run()]
+        if self.spec.several_nodes or self.spec.spare_devices:
+            chores.append(self.mirror.run(self.slots, self.uplink))
+        tasks = [asyncio.create_task(chore) for chore in (*chores, self.lease.run())]
         for task in tasks:
             task.add_done_callback(self._chore_ended)
         try:
@@ -103,16 +110,23 @@ class Agent:
 
     # --- orders of the controller ---
 
-    def _order(self, message: wire.ToAgent) -> None:
+    def _order(self, message: orders.ToAgent) -> None:
         """An end is obeyed at once; everything else in turn, since a Start may take its grace."""
         match message:
-            case wire.Rejected():
+            case orders.Rejected():
                 self._end(EXIT_FAILED, f"the controller turned this node away: {message.reason}", shown=True)
-            case wire.Shutdown():
+            case orders.Shutdown():
                 code = 128 + self._left_by if self._left_by else message.exit_code
                 self._end(code, message.reason, message.culprit, message.grace_s, shown=not self.spec.hosts_controller)
+            case orders.Heard():
+                self.lease.heard(message.number)
+            case orders.Welcome():
+                self.lease.renew(self.uplink.dialed_ns)
+                get_ready(self.slots, self.pool)
             case wire.Inject():
                 self.injector.order(message)
+            case orders.Chore():
+                self.chores.begin(message)
             case _:
                 self._orders.put_nowait(message)
 
@@ -122,25 +136,24 @@ class Agent:
             if self._ending is not None:
                 return
             match message:
-                case wire.PickPort():
-                    self.uplink.send(wire.PortPicked(generation=message.generation, port=processes.free_port()))
-                case wire.Start():
+                case orders.PickPort():
+                    self.uplink.send(orders.PortPicked(generation=message.generation, port=processes.free_port()))
+                case orders.Start():
                     await self._start(message)
-                case wire.Promote():
-                    self._promote(message.assignment)
-                case wire.InterruptAll():
-                    self._interrupt(message)
-                case wire.FormAll():
-                    for slot in self.slots:
-                        if slot.running and slot.child is not None:
-                            slot.forming()
-                            slot.child.send(wire.Form(plan=message.plan))
-                case wire.DismissAll():
+                case orders.Promote():
+                    self._promote(message)
+                case orders.Vacate():
+                    vacate(self.slots, message)
+                case orders.InterruptAll():
+                    interrupt(self.slots, message)
+                case orders.FormAll():
+                    form(self.slots, message)
+                case orders.DismissAll():
                     for slot in self.slots:
                         if slot.running and slot.child is not None:
                             slot.child.send(wire.Dismiss())
 
-    async def _start(self, order: wire.Start) -> None:
+    async def _start(self, order: orders.Start) -> None:
         """End what there is, then make ranks of the processes that wait for it."""
         if any(slot.generation > order.generation for slot in self.slots):
             return
@@ -148,30 +161,34 @@ class Agent:
         for child in old:
             child.disown(hang_up=False)
         await end_all([child for child in old if child.alive], order.grace_s)
-        self._end_orphans()
+        end_orphans(self._children())
         self._started_at = time.monotonic()
-        for index, assignment in enumerate(order.assignments):
-            self._place(assignment, int(assignment.env.get("LOCAL_RANK", index)))
+        for slot in self.slots:
+            slot.empty()
+        # those whose rank has a slot here come first, so that nobody else takes its memory
+        known = [slot.owner for slot in self.slots]
+        for assignment in sorted(order.assignments, key=lambda one: one.rank not in known):
+            self._place(assignment, slot_for(self.slots, assignment.rank))
         asyncio.get_running_loop().call_later(UNAWARE_CALM_S + 0.05, self._refill)
 
-    def _promote(self, assignment: wire.Assign) -> None:
+    def _promote(self, order: orders.Promote) -> None:
         """A standby takes the place of a rank; whatever is left of that rank goes."""
-        # By its place, not by its rank: an agent that was started anew has never seen that rank.
-        slot = self.slots[int(assignment.env["LOCAL_RANK"])]
+        assignment = order.assignment
+        slot = slot_for(self.slots, assignment.rank, beside=order.beside)
         if slot.generation > assignment.generation:
             return
-        if slot.child is not None:
-            slot.child.disown()
-            slot.child.kill()
-        self._place(assignment, slot.local_rank)
+        slot.end_child()
+        self._started_at = self._started_at or time.monotonic()  # a spare node has had no other start
+        self._place(assignment, slot, order.kept)
+        slot.beside = order.beside
 
-    def _place(self, assignment: wire.Assign, local_rank: int) -> None:
-        slot = self.slots[local_rank]
+    def _place(self, assignment: wire.Assign, slot: Slot, kept: list[orders.Kept] | None = None) -> None:
+        slot.local_rank = local_rank = int(assignment.env["LOCAL_RANK"])
         child = self.pool.take()
         folder = self.logs.folder(assignment.generation, local_rank)
         error_file = folder / "error.json"
         error_file.unlink(missing_ok=True)
-        slot.fill(child, assignment, error_file)
+        slot.fill(child, assignment, error_file, kept or ())
         env = {**assignment.env, "TORCHELASTIC_ERROR_FILE": str(error_file), "RERAIL_LOCAL_RANK": str(local_rank)}
         if self.spec.virtual_local_rank:
             env |= virtual_device(local_rank)
@@ -182,13 +199,13 @@ class Agent:
         child.stdout.attach(self.logs.open(assignment.generation, slot.rank, local_rank, OUT))
         child.stderr.attach(self.logs.open(assignment.generation, slot.rank, local_rank, ERR))
 
-    def _interrupt(self, order: wire.InterruptAll) -> None:
-        for slot in self.slots:
-            if slot.rank in order.ranks and slot.child is not None and order.interrupt.generation > slot.generation:
-                slot.interrupted(order.interrupt.generation)
-                slot.child.send(order.interrupt)
-
     # --- news of the ranks ---
+
+    def _filled(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.child is not None and not slot.beside]
+
+    def _generation(self) -> int:
+        return max((slot.generation for slot in self._filled()), default=0)
 
     def _slot_of(self, child: Child) -> Slot | None:
         return next((slot for slot in self.slots if slot.child is child), None)
@@ -202,7 +219,10 @@ class Agent:
         slot.heard(message)
         if isinstance(message, wire.Formed):
             slot.said.clear()  # the parking that led here is history; told again it would pass for a new one
-        slot.said.append(wire.Relayed(rank=slot.rank, message=message))
+        if isinstance(message, wire.Parked):
+            for kept in self.mirror.news([slot]):  # before it counts as parked: a successor may need it
+                self.uplink.send(kept)
+        slot.said.append(orders.Relayed(rank=slot.rank, message=message, beside=slot.beside))
         self.uplink.send(slot.said[-1])
         self._refill()
 
@@ -210,11 +230,11 @@ class Agent:
         slot = self._slot_of(child)
         if slot is None or self._ending is not None or child.exit_status is None:
             return
-        if child.exit_status == 0:
-            slot.unsettled = wire.RankExited(rank=slot.rank, generation=slot.generation)
+        if child.exit_status == 0 or slot.beside:
+            slot.unsettled = orders.RankExited(rank=slot.rank, generation=slot.generation, beside=slot.beside)
         else:
             payload = exit_payload(child.exit_status, slot.error_file, child.stderr.tail())
-            slot.unsettled = wire.Observed(signal=self._signal(EXIT_SOURCE, slot, payload))
+            slot.unsettled = orders.Observed(signal=self._signal(EXIT_SOURCE, slot, payload))
         self.uplink.send(slot.unsettled)
 
     async def _hung(self, slot: Slot, verdict: hang.Verdict) -> None:
@@ -223,19 +243,17 @@ class Agent:
         if slot.child is child:
             slot.unsettled = self._observe(hang.SOURCE, slot, hang.payload_of(verdict, stack), verdict.stalled_s)
 
-    async def _stalled(self, waited: float, readings: list[Reading]) -> None:
-        ranks = {slot.rank: reading for slot, reading in zip(self.slots, readings, strict=True)}
-        generation, told = self.slots[0].generation, await flight.ask(self.slots)
-        if self.slots[0].generation == generation:
+    async def _stalled(self, waited: float, ranks: dict[int, Reading]) -> None:
+        generation, told = self._generation(), await flight.ask(self.slots)
+        if self._generation() == generation:
             self._observe(hang.STALLED_SOURCE, None, hang.stalled_payload(self.node, waited, ranks, told), waited)
 
-    def _observe(self, source: str, slot: Slot | None, payload: Payload, age_s: float = 0.0) -> wire.Observed:
-        message = wire.Observed(signal=self._signal(source, slot, payload), age_s=round(age_s, 3))
+    def _observe(self, source: str, slot: Slot | None, payload: Payload, age_s: float = 0.0) -> orders.Observed:
+        message = orders.Observed(signal=self._signal(source, slot, payload), age_s=round(age_s, 3))
         self.uplink.send(message)
         return message
 
     def _signal(self, source: str, slot: Slot | None, payload: Payload) -> Signal:
-        about = slot or self.slots[0]
         return Signal(
             id=new_id("sig"),
             job=self.spec.job,
@@ -243,21 +261,25 @@ class Agent:
             source=source,
             node=self.node,
             rank=slot.rank if slot else -1,
-            generation=about.generation,
-            step=about.version,
+            generation=slot.generation if slot else self._generation(),
+            step=slot.version if slot else -1,
             payload=payload,
         )
 
     # --- what the controller is told unasked ---
 
     def _greeting(self) -> list[wire.Message]:
-        placed = [slot for slot in self.slots if slot.child is not None]
-        hello = wire.AgentHello(
+        placed = self._filled()
+        self.mirror.forget()
+        hello = orders.AgentHello(
             job=self.spec.job,
             token=self.token,
             node=self.node,
             address=self.spec.local_addr,
             slots=self.spec.slots,
+            devices=self.spec.slots + self.spec.spare_devices,
+            resets=self.chores.can_reset,
+            accelerators=self._accelerators,
             node_rank=self.spec.node_rank,
             incarnation=self.incarnation,
             ranks=tuple(slot.status() for slot in placed),
@@ -277,16 +299,16 @@ class Agent:
     def _standbys_changed(self) -> None:
         ready, warming = self._standby_counts()
         if self._started_at is not None:
-            self.uplink.send(wire.Standbys(ready=ready, warming=warming))
+            self.uplink.send(orders.Standbys(ready=ready, warming=warming))
             asyncio.get_running_loop().call_soon(self._refill)
 
     def _refill(self) -> None:
         """Warm standbys when the job is calm: warming must not compete with a start or a recovery."""
-        if self._started_at is None or self._ending is not None or not all(slot.running for slot in self.slots):
+        if self._started_at is None or self._ending is not None or not all(slot.running for slot in self._filled()):
             return
-        joined = [slot.joined for slot in self.slots]
+        joined = [slot.joined for slot in self._filled()]
         if all(joined):
-            calm = all(slot.settled for slot in self.slots)
+            calm = all(slot.settled for slot in self._filled())
         else:
             calm = not any(joined) and time.monotonic() - self._started_at >= UNAWARE_CALM_S
         if calm:
@@ -294,25 +316,23 @@ class Agent:
 
     async def _keep_house(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
-            versions = {slot.rank: slot.version for slot in self.slots if slot.child is not None}
-            pids = {slot.rank: slot.child.pid for slot in self.slots if slot.child is not None}
-            told = self.gauges.read(self.slots)
-            self.uplink.send(wire.Beat(versions=versions, pids=pids, took=told.took, metrics=told.metrics))
-            self._end_orphans()
+            await asyncio.sleep(self.lease.beat_s)
+            self.uplink.send(self.gauges.beat(self._filled(), self.lease.next_beat()))
+            end_orphans(self._children())
+
+    def _fence(self, silent_s: float) -> None:
+        """Others may get the places of this node's ranks now: end them, and come back without."""
+        self.uplink.hang_up(self.lease.length_s)
+        while not self._orders.empty():
+            self._orders.get_nowait()
+        why = f"no word from the controller for {silent_s:.1f} s"
+        for slot in (ended := fence(self.slots, self.pool)):
+            slot.unsettled = self._observe(FENCED, slot, {"message": why}, silent_s)
+        if ended and self._ending is None:
+            say(f"{why}: this node ends its ranks, since others may get their places, and tries to come back")
 
     def _children(self) -> list[Child]:
         return [*(slot.child for slot in self.slots if slot.child is not None), *self.pool.members]
-
-    def _end_orphans(self, *, everything: bool = False) -> int:
-        """End what processes that are gone have left behind. A living rank's own daemons are its own business."""
-        alive = {child.mark for child in self._children() if child.alive or child.exit_status == 0}
-        ours = [child.pid for child in self._children() if child.alive]
-
-        def owned_by_the_living(pid: int) -> bool:
-            return not everything and ((mark := processes.mark_of(pid)) is None or mark in alive)
-
-        return processes.end_orphans(ours, owned_by_the_living)
 
     # --- the end ---
 
@@ -327,7 +347,7 @@ class Agent:
         if not self.uplink.connected or os.getppid() != int(os.environ.get("RERAIL_LAUNCHER", os.getppid())):
             self._end(128 + signum, reason)
             return
-        self.uplink.send(wire.LeaveJob(reason=reason, exit_code=128 + signum))
+        self.uplink.send(orders.LeaveJob(reason=reason, exit_code=128 + signum))
         asyncio.get_running_loop().call_later(LEAVE_S, lambda: self._end(128 + signum, reason))
 
     def _end(
@@ -342,27 +362,9 @@ class Agent:
 
     async def _shut_down(self, code: int, reason: str, culprit: int, grace_s: float) -> None:
         """Stop, SIGTERM, grace, SIGKILL with all below; then nothing of the job is left on this node."""
-        standbys = self.pool.close()
-        for child in standbys:
-            child.kill()
-        ranks = [slot.child for slot in self.slots if slot.child is not None and slot.child.alive]
-        polite = [slot for slot in self.slots if slot.running and slot.joined]
-        for slot in polite:
-            assert slot.child is not None, "a running slot has a process"
-            slot.child.send(wire.Stop(reason=reason, culprit=slot.rank == culprit))
-        if polite and grace_s > 0:
-            await asyncio.gather(*(slot.child.wait(min(STOP_S, grace_s)) for slot in polite if slot.child))
-        await end_all([child for child in ranks if child.alive], grace_s)
-        await end_all(standbys, 0.0)
-        for _ in range(100):
-            if not self._end_orphans(everything=True):
-                break
-            await asyncio.sleep(0.02)
-        for child in (*ranks, *(slot.child for slot in self.slots if slot.child is not None)):
-            child.stdout.drain()
-            child.stderr.drain()
-            child.stdout.close()
-            child.stderr.close()
+        await leaving.end_node(
+            self.slots, self.pool, reason, culprit, grace_s, lambda: end_orphans(self._children(), everything=True)
+        )
         await self.uplink.close(0.5)
         if not self._done.done():
             self._done.set_result(code)

@@ -204,6 +204,12 @@ class Child:
             processes.signal_process(self.pid, signal.SIGTERM)
             processes.signal_process(self.pid, signal.SIGCONT)
 
+    def close_output(self) -> None:
+        """Write down what it said last."""
+        for pipe in (self.stdout, self.stderr):
+            pipe.drain()
+            pipe.close()
+
     async def wait(self, timeout: float) -> bool:
         """Whether it has ended within `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
@@ -243,6 +249,17 @@ class Child:
         if self._sock.fileno() >= 0:
             self._loop.remove_writer(self._sock.fileno())
             self._sock.close()
+
+
+def end_orphans(children: list[Child], *, everything: bool = False) -> int:
+    """End what processes that are gone have left behind. A living rank's own daemons are its own business."""
+    alive = {child.mark for child in children if child.alive or child.exit_status == 0}
+    ours = [child.pid for child in children if child.alive]
+
+    def owned_by_the_living(pid: int) -> bool:
+        return not everything and ((mark := processes.mark_of(pid)) is None or mark in alive)
+
+    return processes.end_orphans(ours, owned_by_the_living)
 
 
 async def end_all(children: list[Child], grace_s: float) -> None:

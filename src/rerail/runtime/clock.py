@@ -34,7 +34,7 @@ HISTORY = 64
 
 _OFF_MAGIC, _OFF_BEAT, _OFF_STEP, _OFF_PHASE, _OFF_SINCE = 0, 8, 16, 24, 32
 _OFF_GENERATION, _OFF_COMM, _OFF_PENDING, _OFF_STEPS_SEEN, _OFF_OWNER = 40, 48, 56, 64, 72
-_OFF_NAME, _NAME = 80, 48
+_OFF_NAME, _NAME, _OFF_LEASE = 80, 40, 120
 _OFF_HISTORY = 128
 _OFF_METRICS = 128 + 8 * HISTORY
 _OFF_TOOK = 1024
@@ -137,6 +137,15 @@ class StepClock:
     @owner.setter
     def owner(self, rank: int) -> None:
         _I64.pack_into(self._map, _OFF_OWNER, rank)
+
+    def lease(self, until_ns: int) -> None:
+        """The agent's side: the rank here may complete steps until then (`now_ns`); 0 is for ever."""
+        _U64.pack_into(self._map, _OFF_LEASE, until_ns)
+
+    @property
+    def lease_over(self) -> bool:
+        """The rank's side: whether its place may have been given to another by now."""
+        return is_over(self._u64(_OFF_LEASE))
 
     # --- the rank's side: no system calls, no allocation worth naming ---
 
@@ -242,6 +251,10 @@ class StepClock:
             at += _U32.size + length
         return found
 
+    def newest_small(self) -> int:
+        """The version last sealed, or -1; for a look that costs nothing."""
+        return max(int(_SLOT_HEAD.unpack_from(self._map, HEADER + slot * SLOT)[0]) for slot in (0, 1))
+
     def read_small(self) -> dict[int, tuple[bytes, bytes]]:
         """The sealed small states, body and rest, by version. A torn slot is left out."""
         found: dict[int, tuple[bytes, bytes]] = {}
@@ -298,6 +311,16 @@ class StepClock:
 def _seed(version: int, length: int, rest_length: int, rest_crc: int) -> int:
     """What a checksum begins with, so that it stands for the head, too."""
     return (0x5EED5EED ^ version * 0x9E3779B1 ^ length * 0x85EBCA77 ^ rest_length * 0xC2B2AE3D ^ rest_crc) & 0xFFFFFFFF
+
+
+def now_ns() -> int:
+    """The clock of leases: it goes on while the machine is asleep."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic_ns()
+
+
+def is_over(until_ns: int) -> bool:
+    """Whether a lease that ends then has ended; 0 is no lease."""
+    return until_ns > 0 and now_ns() > until_ns
 
 
 def make_page() -> int:

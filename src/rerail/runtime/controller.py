@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,37 +18,34 @@ import msgspec
 from rerail.config import EXIT_DONE, JobSpec, Settings
 from rerail.decide.budget import Budget
 from rerail.decide.choose import choose, exit_code_of
-from rerail.decide.rules import Situation
+from rerail.decide.situation import Situation
 from rerail.detect.levels import Levels
 from rerail.diagnose.classify import Classifier
 from rerail.diagnose.rootcause import Facts, diagnose
-from rerail.flow import AnyRecord, Cost, Decision, Diagnosis, Event, Rung, Signal
-from rerail.recover.execute import Execution, Stage
+from rerail.flow import Decision, Diagnosis, Event, Rung, Signal
+from rerail.recover.execute import Execution
+from rerail.recover.stages import Stage
 from rerail.report.compose import compose, controller_lost, one_line, timeline
-from rerail.report.timeline import mean_cost
+from rerail.runtime import orders
 from rerail.runtime.admission import Admission
+from rerail.runtime.experience import Experience
 from rerail.runtime.fleet import Fleet, Link, RankState
-from rerail.runtime.incident import Incident
+from rerail.runtime.handling import Handling
+from rerail.runtime.incident import Incident, last_words
 from rerail.runtime.injections import Injections
-from rerail.runtime.intake import Intake, Sighting
+from rerail.runtime.intake import Inbound, Intake, Sighting
+from rerail.runtime.isolation import Isolation
 from rerail.runtime.journal import Journal
 from rerail.runtime.machines import HEALTH, Machines
+from rerail.runtime.notebook import Notebook
 from rerail.runtime.processes import say
-from rerail.runtime.situation import seen_in
+from rerail.runtime.rollbacks import Rollbacks
+from rerail.runtime.situation import situation_of
 from rerail.runtime.takeover import Takeover, alive_mark
 from rerail.runtime.training import ACT
-from rerail.runtime.wire import AgentHello, LeaveJob, PortPicked, Rejected, Shutdown, ToController, Welcome
 
 SETTLED_S = 30.0
 """A script that has run this long has started; an error of it is no longer a failure to start."""
-
-
-@dataclass(frozen=True)
-class Inbound:
-    """One thing an agent's connection has to say; None is its end."""
-
-    link: Link
-    message: ToController | None
 
 
 class Controller:
@@ -61,23 +57,23 @@ class Controller:
         self.spec, self.settings, self.journal, self._tell = spec, settings, journal, tell
         self.inbox: asyncio.Queue[Inbound | Sighting] = asyncio.Queue()
         self.fleet = Fleet()
-        self.intake = Intake(self.fleet, spec.job, settings)
-        self.admission = Admission(self.fleet, spec, token)
+        self.intake = Intake(self.fleet, spec.job, settings, several=spec.several_nodes)
+        self.admission = Admission(self.fleet, spec, token, settings.agent_lost_s)
         self.execution = Execution(self.fleet, spec, settings)
         self.classifier = Classifier(Levels.of(settings).catalog())
-        self.machines = Machines(self.classifier, tell, self.fleet.pid_of)
+        self.handling = Handling.of(settings, self.classifier.catalog, spec.job, journal)
+        self.isolation = Isolation(self.fleet, self.handling, tell)
+        self.machines = Machines(self.classifier, tell, self.fleet.pid_of, self.isolation.heard)
         self.injections = Injections(self.fleet, allowed=spec.allow_inject)
+        self.rollbacks = Rollbacks(self.fleet, self.intake, settings)
         self.incident: Incident | None = None
         self.incidents = 0
         self.budget = Budget()
-        self.costs: dict[Rung, list[Cost]] = {}
+        self.experience = Experience()
         self.exit_code: int | None = None
         self._nodes: dict[Link, str] = {}
-        self._records: list[tuple[int, AnyRecord]] = []
-        self._written: dict[str, Any] = {}
-        self._started = 0.0
-        self._await_resume = False
-        self._journal_ok = True
+        self._notes = Notebook(journal, tell)
+        self._started, self._await_resume = 0.0, False
         self.takeover: Takeover | None = Takeover.of(self, journal, time.monotonic())
 
     # --- the flow -----------------------------------------------------------------------------------------------
@@ -91,7 +87,7 @@ class Controller:
     def turn(self, sightings: list[Sighting]) -> None:
         """Signal -> Event -> Diagnosis -> Decision -> Actions -> Report. Never waits, so nothing can come in between."""
         self._gather(sightings)
-        diagnosis = self._diagnose()
+        diagnosis = self._diagnose() or self._evacuate()
         if diagnosis is not None:
             self._recover(self._decide(diagnosis))
         self.execution.advance(time.monotonic(), time.time())
@@ -112,15 +108,13 @@ class Controller:
             batch.append(self.inbox.get_nowait())
         return self.detect(batch, time.monotonic(), time.time())
 
-    def detect(self, batch: list[Inbound | Sighting], now: float, wall: float) -> list[Sighting]:
+    def detect(self, batch: Sequence[Inbound | Sighting], now: float, wall: float) -> list[Sighting]:
         """Messages and passed deadlines become fleet updates; what went wrong comes back."""
         found = [sighting for inbound in batch for sighting in self._take(inbound, now, wall)]
         found += self.intake.lost_agents(now, wall)
-        for source, number, seconds in self.execution.overdue(now):
-            rank = self.fleet.ranks[number]
-            rank.move(RankState.LOST)
-            signal = self.intake.signal(source, rank.node, number, wall, step=rank.version, stalled_s=seconds)
-            found.append(Sighting(signal, seconds))
+        if self.incident is None and self.execution.stage is Stage.IDLE and self.takeover is None:
+            found += self.intake.seats_back(wall)
+        found += [self.intake.late(*late, wall) for late in self.execution.overdue(now)]
         if self.takeover is not None and self.takeover.settled(now):
             found += self.takeover.finish(now, wall)
             self.takeover = None
@@ -137,12 +131,13 @@ class Controller:
     def _gather(self, sightings: list[Sighting]) -> None:
         """Each signal becomes an event of the incident it belongs to."""
         for sighting in sightings:
-            if sighting.signal.source.startswith(("checkpoint.", "inject")):
-                self._records.append((0, sighting.signal))  # written down, and no fault
+            if sighting.signal.source.startswith(("checkpoint.", "data.", "inject", "quarantine")):
+                self._notes.note(0, sighting.signal)  # written down, and no fault
                 self.injections.heard(sighting.signal)
+                self.rollbacks.heard(sighting.signal)
                 continue
             if sighting.signal.source.startswith(HEALTH) and ACT not in sighting.signal.payload:
-                self._records += self.machines.heard(sighting.signal, self.incident)
+                self._notes.add(self.machines.heard(sighting.signal, self.incident))
                 continue
             event = self.classifier.classify(sighting.signal)
             rank = self.fleet.ranks.get(event.rank)
@@ -157,7 +152,7 @@ class Controller:
             if rank is not None and rank.newcomer and lost:
                 incident.newcomer_lost()
             incident.add(sighting, event)
-            self._records += [(incident.number, sighting.signal), (incident.number, event)]
+            self._notes.note(incident.number, sighting.signal, event)
 
     def _diagnose(self) -> Diagnosis | None:
         """The root cause, when there is something to act on that is not being acted on already."""
@@ -165,7 +160,7 @@ class Controller:
         if incident is None or self.takeover is not None:
             return None
         if self.execution.problem and self.execution.rung is not None:
-            incident.tried[self.execution.rung] = self.execution.problem
+            incident.failed(self.execution.marks.in_vain(self.execution.rung), self.execution.problem)
             self.execution.problem = ""
             return incident.newest_diagnosis()
         if not incident.fresh:
@@ -178,7 +173,17 @@ class Controller:
         events = [*incident.fresh, *self.machines.causes_of(incident.fresh)]
         found = diagnose(events, Facts(gone=gone), at=time.time(), waited=waited)
         if found is not None:
-            self._records.append((incident.number, found))
+            self._notes.note(incident.number, found)
+        return found
+
+    def _evacuate(self) -> Diagnosis | None:
+        """Nothing is broken, but somebody is where nobody should be."""
+        self.isolation.were_reset(self.execution.resets.finished, time.time())
+        self.isolation.tick(time.time())
+        calm = self.incident is None and self.takeover is None and self.execution.stage is Stage.IDLE
+        found = self.isolation.evacuation(self.spec.job, time.time()) if calm else None
+        if found is not None:
+            self._notes.note(self._incident(None).number, found)
         return found
 
     def _decide(self, diagnosis: Diagnosis) -> Decision:
@@ -187,11 +192,14 @@ class Controller:
         aware = self.fleet.aware
         if incident.decision is None and diagnosis.rule != "takeover":
             self.budget = self.budget.note(diagnosis, self.fleet.high_version, aware=aware)
+        self.rollbacks.note(diagnosis, incident)
+        if incident.decision is None:
+            for event in incident.fresh:
+                self.isolation.blamed(event)
         decision = choose(diagnosis, self._situation(diagnosis, incident), at=time.time())
-        if decision.rung is Rung.RESTART_ALL:
-            self.budget = self.budget.spend_restart()
+        self._count(decision)
         incident.decided(diagnosis, decision)
-        self._records.append((incident.number, decision))
+        self._notes.note(incident.number, decision)
         self._await_resume = aware
         return decision
 
@@ -203,6 +211,8 @@ class Controller:
         elif decision.rung is Rung.RESTART_ALL:
             self._started = now
             self.execution.restart(now, wall, restarts=self._restarts(), cause=decision.id)
+        elif decision.rung is Rung.HOT_SWITCH:
+            self.execution.warm(decision, now, wall)
         else:
             self.execution.repair(decision, now, wall)
 
@@ -215,13 +225,20 @@ class Controller:
         if stage is Stage.IDLE or blind:
             self._close("")
 
+    def _count(self, decision: Decision) -> None:
+        """Restarts and replacements are not without end."""
+        if decision.rung is Rung.RESTART_ALL:
+            self.budget = self.budget.spend_restart()
+        elif decision.ranks and decision.rung not in (Rung.HOT_SWITCH, Rung.SHRINK):
+            self.handling.restarted({n: self.fleet.ranks[n].node for n in decision.ranks}, time.time())
+
     # --- the parts of it ----------------------------------------------------------------------------------------
 
     def _take(self, inbound: Inbound | Sighting, now: float, wall: float) -> list[Sighting]:
         if isinstance(inbound, Sighting):  # another system told of it (see `runtime.reported`)
             return [inbound]
         link, message = inbound.link, inbound.message
-        if isinstance(message, AgentHello):
+        if isinstance(message, orders.AgentHello):
             return self._greet(link, message, now, wall)
         agent = self.fleet.agents.get(self._nodes.get(link, ""))
         if agent is None or agent.link is not link:
@@ -231,26 +248,30 @@ class Controller:
             agent.link, agent.gone_since = None, now
             return []
         agent.heard = now
-        if isinstance(message, PortPicked):
-            self.execution.port_picked(message)
-        elif isinstance(message, LeaveJob):
+        if self.execution.hear(message):
+            return []
+        if isinstance(message, orders.ChoreDone):
+            self.isolation.checked(message)
+        elif isinstance(message, orders.LeaveJob):
             self._shut_down(message.exit_code, message.reason)
         return self.intake.take(agent, message, wall=wall)
 
-    def _greet(self, link: Link, hello: AgentHello, now: float, wall: float) -> list[Sighting]:
+    def _greet(self, link: Link, hello: orders.AgentHello, now: float, wall: float) -> list[Sighting]:
         greeting = self.admission.greet(link, hello, now)
         if greeting.agent is None:
-            link.send(Rejected(reason=greeting.refusal))
+            greeting.turn_away(link)
             return []
         agent, found = greeting.agent, []
         self._nodes[link] = agent.node
-        link.send(Welcome(node_rank=self.admission.node_rank(agent)))
+        link.send(orders.Welcome(node_rank=self.admission.node_rank(agent)))
         if greeting.replaced is not None:
             found = self.intake.agent_lost(greeting.replaced, "its agent was started anew", 0.0, wall)
-        elif greeting.returned and self.takeover is not None:
-            self.takeover.greeted(hello.ranks, now)
+        elif self.takeover is not None and (greeting.returned or hello.ranks):
+            self.takeover.greeted(agent.node, hello.ranks, now)
         elif greeting.returned:
             self.execution.resend(agent, hello.ranks, now)
+        elif self.fleet.ranks and agent.node not in self.fleet.placed():
+            self._tell(f"{agent.node} waits as a spare")
         return found
 
     def _incident(self, event: Event | None) -> Incident:
@@ -276,24 +297,15 @@ class Controller:
         return any(event.generation >= self.fleet.generation for event in fresh)
 
     def _situation(self, diagnosis: Diagnosis, incident: Incident) -> Situation:
-        fault = self.classifier.catalog.get(diagnosis.code)
-        return msgspec.structs.replace(
-            seen_in(self.fleet, diagnosis),
-            settled=time.monotonic() - self._started > SETTLED_S,
-            programming=fault is not None and fault.kind == "programming",
-            tried=incident.tried,
-            budget=self.budget,
-            restarts_allowed=self._restarts()[1],
-            no_progress_limit=max(1, self.settings.no_progress_limit),
-            history={rung: mean_cost(costs) for rung, costs in self.costs.items()},
-        )
+        settled, allowed = time.monotonic() - self._started > SETTLED_S, self._restarts()[1]
+        return situation_of(self, diagnosis, incident.tried, settled=settled, restarts_allowed=allowed, at=time.time())
 
     def _restarts(self) -> tuple[int, int]:
         allowed = self.spec.max_restarts if self.spec.max_restarts >= 0 else self.settings.max_restarts
         return self.budget.restarts_used, allowed
 
     def _start_job(self, now: float, wall: float) -> None:
-        self.fleet.place(self.fleet.connected())
+        self.fleet.place(self.fleet.fit()[: self.spec.max_nodes])
         self._started = now
         self.execution.restart(now, wall, restarts=self._restarts(), cause="", first=True)
 
@@ -311,9 +323,8 @@ class Controller:
             time.time(),
             detail,
         )
-        self._records += [(incident.number, recovery), (incident.number, report)]
-        if report.ok:
-            self.costs.setdefault(report.rung, []).append(report.cost)
+        self._notes.note(incident.number, recovery, report)
+        self.experience.note(report, incident.attempted)
         self.incident = None
         self._tell(one_line(report, recovery))
 
@@ -324,19 +335,14 @@ class Controller:
         if diagnosis is not None:
             self.incidents += 1
             report = controller_lost(diagnosis, self.incidents, down_s, (signal.id, event.id, diagnosis.id))
-            self._records += [(report.incident, record) for record in (signal, event, diagnosis, report)]
+            self._notes.note(report.incident, signal, event, diagnosis, report)
             self._tell(report.summary)
 
     def _stop(self, decision: Decision) -> None:
         incident = self._incident(None)
-        diagnosis = incident.newest_diagnosis()
-        summary = diagnosis.summary if diagnosis is not None else decision.why
-        fault = self.classifier.catalog.get(diagnosis.code) if diagnosis is not None else None
-        advice = f"\n  {fault.advice}" if fault is not None and fault.advice else ""
-        root = next((event for event in incident.events if diagnosis is not None and event.id == diagnosis.root), None)
-        culprit = root.rank if root is not None else -1
+        words, culprit = last_words(incident, decision, self.classifier.catalog)
         self._close("")
-        self._shut_down(exit_code_of(decision), f"{summary}; {decision.why}{advice}", culprit)
+        self._shut_down(exit_code_of(decision), words, culprit)
 
     def _end_if_done(self) -> None:
         if self.exit_code is None and self.fleet.done:
@@ -346,18 +352,18 @@ class Controller:
 
     def _shut_down(self, code: int, reason: str, culprit: int = -1) -> None:
         self.exit_code = code
-        order = Shutdown(exit_code=code, reason=reason, culprit=culprit, grace_s=self.spec.shutdown_grace_s)
+        order = orders.Shutdown(exit_code=code, reason=reason, culprit=culprit, grace_s=self.spec.shutdown_grace_s)
         for agent in self.fleet.connected():
             agent.send(order)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _note_actions(self) -> None:
-        actions, self.execution.actions = self.execution.actions, []
+        actions = self.execution.actions.empty()
         number = self.incident.number if self.incident is not None else 0
         if self.incident is not None:
             self.incident.acted(actions)
-        self._records += [(number, action) for action in actions]
+        self._notes.note(number, *actions)
 
     def _write(self) -> None:
         """One transaction per turn, before any of its messages leaves: they are sent when this turn is over."""
@@ -367,22 +373,18 @@ class Controller:
             "incidents": self.incidents,
             "open": self.incident.number if self.incident is not None else 0,
             "budget": msgspec.to_builtins(self.budget),
-            "placement": list(self.fleet.placed().items()),
+            **self.rollbacks.state(),
+            **self.fleet.remembered(),
             "incarnations": {agent.node: agent.incarnation for agent in self.fleet.agents.values()},
             "master": list(self.execution.master),
             "exit_code": self.exit_code,
+            **self.handling.state(),
             "alive": alive_mark(time.monotonic()),
         }
-        changed = {key: value for key, value in state.items() if self._written.get(key) != value}
-        records, self._records = self._records, []
-        ok = self.journal.append(records, changed)
-        self._written.update(changed)
-        if not ok and self._journal_ok:
-            self._tell(f"the journal {self.journal.path} cannot be written now; training goes on, check the disk")
-        self._journal_ok = ok
+        self._notes.write(state)
 
     def _next_deadline(self) -> float | None:
-        times = [self.intake.next_deadline(), self.execution.next_deadline()]
+        times = [self.intake.next_deadline(), self.execution.next_deadline(), self.isolation.next_deadline(time.time())]
         if not self.fleet.ranks:
             times.append(self.admission.next_deadline())
         if self.takeover is not None:

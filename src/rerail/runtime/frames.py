@@ -7,18 +7,21 @@ Called by `runtime.server`, `runtime.uplink`, `runtime.children` and `session.li
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 
 import msgspec
 
 from rerail.errors import WireError
-from rerail.runtime.wire import FromRank, Message, ToAgent, ToController, ToRank
+from rerail.runtime.orders import ToAgent, ToController
+from rerail.runtime.wire import FromRank, Message, ToRank
 
 MAX_MESSAGE = 8 << 20
 """Bytes. A longer message is a defect or an attack, never state: tensors do not travel here."""
 
 _LENGTH = struct.Struct("!I")
+_TCP_THIN_LINEAR_TIMEOUTS, _TCP_RTO_MAX_MS = 16, 44
 _encoder = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
 _to_rank = msgspec.msgpack.Decoder(ToRank)
@@ -103,3 +106,11 @@ def _recv_exactly(sock: socket.socket, count: int, fds: list[int]) -> bytes | No
             return None
         data += chunk
     return data
+
+
+def be_persistent(sock: socket.socket | None) -> None:
+    """Let lost packets be sent again without ever longer pauses, so that a short cut is noticed to be over while it is short.
+    Best effort: what the system does not know is left out."""
+    for option, value in ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000)):
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)  # type: ignore[union-attr]

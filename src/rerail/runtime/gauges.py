@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rerail.runtime.clock import Metric, Took
+from rerail.runtime.orders import Beat
 from rerail.runtime.slots import Slot
 
 PER_BEAT = 16
@@ -25,6 +26,18 @@ class Gauges:
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[int, int]] = {}
+
+    def beat(self, slots: Sequence[Slot], number: int) -> Beat:
+        """What the controller is told of all ranks of the node."""
+        placed = [(slot, slot.child) for slot in slots if slot.child is not None]
+        told = self.read(slots)
+        return Beat(
+            versions={slot.rank: slot.version for slot, _ in placed},
+            pids={slot.rank: child.pid for slot, child in placed},
+            took=told.took,
+            metrics=told.metrics,
+            number=number,
+        )
 
     def read(self, slots: Sequence[Slot]) -> Told:
         """One look at all ranks of the node."""

@@ -5,9 +5,10 @@ Made and read by `runtime.controller`; its records go to the journal under its n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rerail.faults.catalog import Catalog
 from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Role, Rung
 from rerail.runtime.intake import Sighting
 
@@ -36,8 +37,23 @@ class Incident:
     decision: Decision | None = None
     attempts: int = 0
     tried: dict[Rung, str] = field(default_factory=dict)
+    """Rungs that have failed, or would for the same reason."""
+    spared: set[Rung] = field(default_factory=set)
+    """Those of them that were not even begun."""
+    trusted: int = -1
+    """The newest version to go on from, for as long as it lasts; -1: there is no such limit."""
     newcomers_lost: int = 0
     links: list[str] = field(default_factory=list)
+
+    def failed(self, rungs: Sequence[Rung], why: str) -> None:
+        """The first of these has come to nothing; the others are not worth a try any more."""
+        self.spared |= {rung for rung in rungs[1:] if rung not in self.tried}
+        self.tried |= dict.fromkeys(rungs, why)
+
+    @property
+    def attempted(self) -> list[Rung]:
+        """Rungs that were begun and have failed."""
+        return [rung for rung in self.tried if rung not in self.spared]
 
     def add(self, sighting: Sighting, event: Event) -> None:
         """One more thing seen."""
@@ -82,3 +98,13 @@ class Incident:
 
 def _same(event: Event, other: Event) -> bool:
     return (event.code, event.rank, event.generation) == (other.code, other.rank, other.generation) and event.rank >= 0
+
+
+def last_words(incident: Incident, decision: Decision, catalog: Catalog) -> tuple[str, int]:
+    """Of a job that is stopped: what is said, with advice, and the rank whose traceback is the one to show, or -1."""
+    diagnosis = incident.newest_diagnosis()
+    summary = diagnosis.summary if diagnosis is not None else decision.why
+    fault = catalog.get(diagnosis.code) if diagnosis is not None else None
+    advice = f"\n  {fault.advice}" if fault is not None and fault.advice else ""
+    root = next((event for event in incident.events if diagnosis is not None and event.id == diagnosis.root), None)
+    return f"{summary}; {decision.why}{advice}", root.rank if root is not None else -1

@@ -8,7 +8,6 @@ an order comes back as a Signal, which the controller writes to its journal; who
 from __future__ import annotations
 
 import asyncio
-import difflib
 import random
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from rerail.errors import UsageError, WireError
 from rerail.flow import Signal, new_id
 from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.wire import Inject
+from rerail.wording import closest
 
 DONE, OVER, REFUSED = "inject", "inject.over", "inject.refused"
 """Sources of the signals: it was done, its time is over, it could not be done. Notes, never faults."""
@@ -118,8 +118,8 @@ def check(wanted: Wanted) -> Kind:
     """The kind asked for, if the wish makes sense by itself; UsageError says what does not."""
     kind = KINDS.get(wanted.kind)
     if kind is None:
-        close = difflib.get_close_matches(wanted.kind, KINDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"kinds: {', '.join(KINDS)}"
+        close = closest(wanted.kind, KINDS)
+        hint = f"did you mean {close}?" if close else f"kinds: {', '.join(KINDS)}"
         raise UsageError(f"there is no kind {wanted.kind!r} of fault", hint=hint)
     for name, flag in FLAGS.items():
         if getattr(wanted, name) and name not in kind.takes:

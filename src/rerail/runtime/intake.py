@@ -10,31 +10,27 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rerail.config import Settings
+from rerail.config import Settings, listed
 from rerail.diagnose.stall import behind, counts_of
 from rerail.flow import Signal, new_id
-from rerail.runtime.fleet import Agent, Fleet, Rank, RankState, Waits
+from rerail.runtime.fleet import Agent, Fleet, Link, Rank, RankState, Waits
+from rerail.runtime.orders import Beat, Heard, Kept, Observed, RankExited, Relayed, Standbys, ToController
 from rerail.runtime.training import Finding, TrainingWatch
 from rerail.runtime.wire import (
-    Beat,
     CommFailed,
     Finished,
     Formed,
     FromRank,
     Joined,
     Noted,
-    Observed,
     Parked,
     Raised,
-    RankExited,
-    Relayed,
     Resumed,
-    Standbys,
-    ToController,
+    Unsound,
     Voted,
 )
 
-_ENDS_RANK = ("process.exit", "step.hang", "park.timeout", "build.timeout")
+_ENDS_RANK = ("process.exit", "step.hang", "park.timeout", "build.timeout", "agent.fenced")
 
 
 @dataclass(frozen=True)
@@ -45,14 +41,24 @@ class Sighting:
     age_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Inbound:
+    """One thing an agent's connection has to say; None is its end."""
+
+    link: Link
+    message: ToController | None
+
+
 class Intake:
     """Reads messages into the fleet; `wall` gives the time for people, durations come from the caller's `now`."""
 
-    def __init__(self, fleet: Fleet, job: str, settings: Settings) -> None:
+    def __init__(self, fleet: Fleet, job: str, settings: Settings, *, several: bool = False) -> None:
         self._fleet = fleet
+        self._several = several
+        """Nodes: each has a lease then (see `runtime.lease`), and nobody gets its places before that is over."""
         self._job = job
         self._settings = settings
-        self._training = TrainingWatch()
+        self.training = TrainingWatch(listed(settings.roll_back))
 
     def take(self, agent: Agent, message: ToController, *, wall: float) -> list[Sighting]:
         """Apply one message; the faults it speaks of come back."""
@@ -65,15 +71,19 @@ class Intake:
                 rank = self._fleet.ranks.get(number)
                 if rank is not None and generation >= rank.assigned:
                     rank.move(RankState.EXITED)
+            case Kept(rank=number) if number in self._fleet.ranks and self._fleet.ranks[number].node == agent.node:
+                self._fleet.pages.take(message)
             case Standbys(ready=ready, warming=warming):
                 agent.ready, agent.warming = ready, warming
-            case Beat(versions=versions, pids=pids):
+            case Beat(versions=versions, pids=pids, number=beat):
                 agent.pids = pids
+                if beat:
+                    agent.send(Heard(number=beat))
                 for number, version in versions.items():
                     if number in self._fleet.ranks and version > self._fleet.ranks[number].version:
                         agent.waits = None
                     self._fleet.saw_version(number, version)
-                return [self._noticed(finding, agent, wall) for finding in self._training.take(message)]
+                return [self._noticed(finding, agent, wall) for finding in self.training.take(message)]
             case _:
                 pass
         return []
@@ -88,9 +98,12 @@ class Intake:
         found = []
         for agent in self._fleet.agents.values():
             silent = now - agent.heard
-            if agent.gone_since is not None and now - agent.gone_since >= self._settings.agent_back_s:
+            at = self._lost_at(agent)
+            if at is None or now < at:
+                continue
+            if agent.gone_since is not None:
                 found.extend(self.agent_lost(agent, "connection closed", now - agent.gone_since, wall))
-            elif agent.connected and silent >= self._settings.agent_lost_s:
+            else:
                 found.extend(self.agent_lost(agent, f"no word for {silent:.1f} s", silent, wall))
         return found
 
@@ -98,6 +111,7 @@ class Intake:
         """All ranks of this node are gone, or out of reach, which comes to the same. Said once."""
         ranks = [rank for rank in self._fleet.on_node(agent.node) if rank.state is not RankState.EXITED]
         alive = [rank for rank in ranks if rank.move(RankState.LOST)]
+        self._fleet.uprooted.update(rank.rank for rank in alive)
         if agent.link is not None:
             agent.link.close()
         agent.link, agent.gone_since = None, None
@@ -107,16 +121,33 @@ class Intake:
         signal = self.signal("agent.lost", agent.node, -1, wall, step=step, message=how)
         return [Sighting(signal, age)]
 
+    def seats_back(self, wall: float) -> list[Sighting]:
+        """Empty seats can be filled again: their node is back. No fault, but something to be acted on."""
+        back = self._fleet.fillable() if not self._fleet.dismissed else []
+        if not back or self._fleet.in_state(RankState.FINISHED):
+            return []
+        step = max(rank.version for rank in self._fleet.members())
+        return [Sighting(self.signal("node.back", back[0].node, -1, wall, step=step))]
+
+    def late(self, source: str, number: int, seconds: float, wall: float) -> Sighting:
+        """A rank did not do what it was told in time: it is lost."""
+        rank = self._fleet.ranks[number]
+        rank.move(RankState.LOST)
+        signal = self.signal(source, rank.node, number, wall, step=rank.version, stalled_s=seconds)
+        return Sighting(signal, seconds)
+
     def next_deadline(self) -> float | None:
         """When `lost_agents` may have something to say, in monotonic seconds."""
-        times = [
-            agent.gone_since + self._settings.agent_back_s
-            if agent.gone_since is not None
-            else agent.heard + self._settings.agent_lost_s
-            for agent in self._fleet.agents.values()
-            if agent.connected or agent.gone_since is not None
-        ]
-        return min(times, default=None)
+        times = [self._lost_at(agent) for agent in self._fleet.agents.values()]
+        return min((at for at in times if at is not None), default=None)
+
+    def _lost_at(self, agent: Agent) -> float | None:
+        """When it is given up if nothing is heard of it; None if it has been already."""
+        silent = agent.heard + self._settings.agent_lost_s
+        if agent.gone_since is None:
+            return silent if agent.connected else None
+        closed = agent.gone_since + self._settings.agent_back_s
+        return max(closed, silent) if self._several else closed
 
     def signal(
         self, source: str, node: str, rank: int, wall: float, *, step: int = -1, **payload: str | int | float | bool
@@ -156,7 +187,7 @@ class Intake:
         if signal.generation < generation:
             return []
         agent.waits = Waits(generation=generation, collectives=counts_of(str(signal.payload.get("collectives", ""))))
-        agents = [self._fleet.agents[node] for node in self._fleet.placed()]
+        agents = [self._fleet.agents[node] for node in {rank.node: None for rank in self._fleet.members()}]
         waits = [one.waits for one in agents if one.waits is not None and one.waits.generation >= generation]
         if len(waits) < len(agents):
             return []
@@ -180,6 +211,7 @@ class Intake:
             case Parked() if self._is_awaited(message):
                 if rank.move(RankState.PARKED):
                     rank.parked = message
+                    rank.elastic = rank.elastic or message.elastic
                     rank.joined = rank.replaceable = True
                     rank.trained = rank.trained or (message.in_training and not rank.newcomer)
                     if message.in_training and message.intact:
@@ -189,6 +221,7 @@ class Intake:
                     rank.formed = message
             case Resumed() if message.generation == self._fleet.generation:
                 rank.resumed, rank.trained, rank.newcomer = message, True, False
+                rank.elastic = message.elastic
                 rank.usual_step_s = message.usual_step_s or message.step_s
                 self._fleet.saw_version(number, message.version)
             case Finished():
@@ -202,7 +235,9 @@ class Intake:
                 return [Sighting(note)]
             case Voted() if message.generation == self._fleet.generation:
                 agent = self._fleet.agent_of(number)
-                return [self._noticed(finding, agent, wall) for finding in self._training.voted(message)]
+                return [self._noticed(finding, agent, wall) for finding in self.training.voted(message)]
+            case Unsound() if message.generation == self._fleet.generation:
+                return [self._noticed(self.training.unsound(number, message), self._fleet.agent_of(number), wall)]
             case CommFailed() if message.generation >= rank.assigned:
                 signal = self.signal("collective.failed", rank.node, number, wall, step=message.version)
                 payload: dict[str, str | int | float | bool] = {"message": message.text}

@@ -5,9 +5,11 @@ Only the launcher is left by then, and it owns the memory. A second Ctrl-C ends 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +18,8 @@ from rerail.runtime.processes import say
 
 LONGEST_S = 300.0
 """Seconds that saving may take altogether."""
+ENDS_S = 1.0
+"""Seconds for a process that has been killed to end."""
 _LOOK_S = 0.02
 
 
@@ -53,12 +57,24 @@ def _anything_unsaved(arenas: list[int]) -> bool:
 def _save_from_memory(arenas: list[int], patient: Callable[[], bool]) -> None:
     command = [sys.executable, "-m", "rerail.checkpoint.gasp", *map(str, arenas)]
     environment = {**os.environ, processes.SPARED: "1"}
-    with subprocess.Popen(
+    saver = subprocess.Popen(
         command, pass_fds=arenas, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as saver:
-        while saver.poll() is None and patient():
-            time.sleep(_LOOK_S)
-        saver.kill()
-        told = saver.stdout.read() if saver.stdout is not None else ""
-    for line in told.splitlines():
+    )
+    told: list[str] = []
+    # in a thread: of a process that hangs in a place for checkpoints not even the output ends, whatever is done to it
+    reader = threading.Thread(target=_read, args=(saver, told), name="rerail-last-will", daemon=True)
+    reader.start()
+    while reader.is_alive() and patient():
+        time.sleep(_LOOK_S)
+    saver.kill()
+    reader.join(ENDS_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        saver.wait(ENDS_S)
+    for line in "".join(told).splitlines():
         say(line.removeprefix("rerail: "))
+
+
+def _read(saver: subprocess.Popen[str], told: list[str]) -> None:
+    if saver.stdout is not None:
+        told.append(saver.stdout.read())
+        saver.stdout.close()

@@ -256,7 +256,7 @@ class Launcher:
             if not self.agent.wait(self.spec.shutdown_grace_s + CONTROLLER_GRACE_S):
                 self.agent.signal(signal.SIGKILL)
                 self.agent.wait(CONTROLLER_GRACE_S)
-        if self.spec.max_nodes > 1:
+        if self.spec.several_nodes:
             # The other nodes' agents have yet to hear that the job is over.
             self.controller.wait(CONTROLLER_GRACE_S)
         self.controller.signal(signal.SIGTERM)
@@ -269,7 +269,7 @@ class Launcher:
 def environment(spec: JobSpec, settings: Settings) -> dict[str, str]:
     """What agent and controller are told. The token never stands on a command line, where anyone could read it."""
     env = dict(os.environ)
-    if not env.get("RERAIL_TOKEN") and spec.max_nodes == 1:
+    if not env.get("RERAIL_TOKEN") and not spec.several_nodes:
         env["RERAIL_TOKEN"] = secrets.token_hex(16)
     if settings.node_store and not node_memory(settings.node_store):
         settings = msgspec.structs.replace(settings, node_store=str(Path(settings.node_store, store_name(spec))))
@@ -306,7 +306,7 @@ def listen(address: str) -> socket.socket:
 def node_name(spec: JobSpec) -> str:
     """The same for every agent of this run, and different from other nodes of the job on the same host."""
     host = socket.gethostname()
-    if spec.max_nodes == 1:
+    if not spec.several_nodes:
         return host
     return f"{host}-{spec.node_rank if spec.node_rank >= 0 else os.getpid()}"
 

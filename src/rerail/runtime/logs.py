@@ -202,8 +202,8 @@ class LogBook:
         self._spec = spec
         self._console = console
         self._root = Path(spec.log_dir or Path(spec.run_dir) / "logs")
-        self._redirects = parse_std(spec.redirects, spec.slots, "--redirects")
-        self._tee = parse_std(spec.tee, spec.slots, "--tee")
+        self._redirects = parse_std(spec.redirects, spec.slots + spec.spare_devices, "--redirects")
+        self._tee = parse_std(spec.tee, spec.slots + spec.spare_devices, "--tee")
         self._prefix = Template(os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${local_rank}]:"))
         self._copies: dict[Path, int] = {}
 

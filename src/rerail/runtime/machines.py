@@ -17,9 +17,10 @@ from rerail.diagnose.classify import Classifier
 from rerail.diagnose.rootcause import because_of
 from rerail.flow import AnyRecord, Event, Role, Severity, Signal
 from rerail.runtime.incident import Incident
+from rerail.runtime.training import VOTE
 
-HEALTH = (MACHINE, "training.")
-VOTE = "training.vote"
+OF_TRAINING = "training."
+HEALTH = (MACHINE, OF_TRAINING)
 """Sources of signals that tell how machines and training are, and that nothing has broken yet."""
 WINDOW_S = 120.0
 """Seconds between a fault of the machine and one of a rank in which the first may be the cause of the second."""
@@ -27,7 +28,6 @@ NEAR_S = 20.0
 """The same for faults that the catalogue does not know to go together."""
 KILLED = "process.killed"
 WORDLESS = (KILLED, "process.crashed", "process.hung", "node.lost", "rank.not_parked", "collective.failed")
-OF_TRAINING = "training."
 MOMENT_S = 0.001
 KEPT = 1000
 FOLD_S = 5.0
@@ -41,8 +41,13 @@ class Machines:
     """Faults of machines that have begun and not ended."""
 
     def __init__(
-        self, classifier: Classifier, tell: Callable[[str], None], pid_of: Callable[[int], int] = lambda rank: 0
+        self,
+        classifier: Classifier,
+        tell: Callable[[str], None],
+        pid_of: Callable[[int], int] = lambda rank: 0,
+        told: Callable[[Signal, Event], None] = lambda signal, event: None,
     ) -> None:
+        self._told_of_machine = told
         self._classifier, self._tell, self._pid_of = classifier, tell, pid_of
         self._advised: set[str] = set()
         self._victims: dict[str, tuple[int, Event]] = {}
@@ -56,6 +61,8 @@ class Machines:
     def heard(self, signal: Signal, incident: Incident | None) -> list[tuple[int, AnyRecord]]:
         """Records of one word of a monitor. Of an open incident it may be the cause, told later than the rank died."""
         event = self.take(signal)
+        if signal.source == MACHINE:
+            self._told_of_machine(signal, event)
         number = incident.number if incident is not None else 0
         records: list[tuple[int, AnyRecord]] = [(number, signal), (number, event)]
         told = incident.diagnosis if incident is not None else None

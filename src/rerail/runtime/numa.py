@@ -154,3 +154,11 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def accelerators() -> tuple[str, ...]:
+    """PCI addresses of the accelerators of this machine that this process may see, by their number."""
+    try:
+        return tuple(Topology().devices)
+    except (OSError, ValueError):
+        return ()

@@ -14,6 +14,19 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`own` (it holds it), `replica` (from living rank `rank`), `snapshot` (its arena), `initial` (as constructed)."""
     rank: int = -1
+    small: bool = False
+    """With `replica`: random state aside, the small state comes from there, too, since nobody has kept this rank's."""
+
+
+class Back(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from faults of the training: where not to go on from, and which data to leave out."""
+
+    trusted: int = -1
+    """The newest version to go on from; -1: there is no such limit."""
+    watch: int = -1
+    """Up to this version the state is looked at before every step: who was wrong first shows."""
+    skips: dict[int, int] = {}
+    """By version: how many batches are passed over before its own is taken. All there ever were in this job."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,4 +42,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Completed updates to resume from; 0 in a new job."""
     depots: str = ""
     """Where every node keeps checkpoints for the others (`config.DEPOTS`): a node that is back may have moved."""
+    back: Back = Back()
+    nodes: tuple[int, ...] = ()
+    """The number of each rank's node, by rank; empty: there is one."""
+    members: tuple[int, ...] = ()
+    """Seats that are taken, lowest first; empty: all of them. The world keeps its size."""
     sources: dict[int, Source]

@@ -165,7 +165,13 @@ def end_orphans(keep: Iterable[int], owned_by_the_living: Callable[[int], bool] 
         if owned_by_the_living(pid) or is_spared(pid):
             continue
         left += 1
-        kill_tree(pid)
+        if process_state(pid) in (
+            "D",
+            "Z",
+        ):  # in a place that hangs, or ended but for a thread there: it needs no looking into
+            signal_process(pid, signal.SIGKILL)
+        else:
+            kill_tree(pid)
     return left
 
 

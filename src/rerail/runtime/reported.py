@@ -10,7 +10,6 @@ Only `sender` and `code` are needed; a list of such objects will do, too. A faul
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from rerail.config import listed
 from rerail.errors import WireError
 from rerail.faults.catalog import Catalog, Fault
 from rerail.flow import Role
+from rerail.wording import closest
 
 MAX_BODY = 64 << 10
 MAX_FAULTS = 100
@@ -141,8 +141,8 @@ class Desk:
         if fault is None:
             word = _clean(word, NAME_LIMIT)
             known = [name for one in self._catalog.faults for name in (one.code, *one.aliases)]
-            close = difflib.get_close_matches(word, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see rerail faults list"
+            close = closest(word, known)
+            hint = f"did you mean {close}?" if close else "see rerail faults list"
             raise Refused(422, f"{where}there is no fault {word!r} in the catalogue of this job; {hint}")
         if fault.role is Role.CLEAR:
             why = "says that something is over; send the fault itself with over = true"

@@ -4,6 +4,7 @@
     /status   GET, JSON; asked by `rerail status` and the benchmark
     /faults   POST, JSON; faults that other systems have found (see `runtime.reported`)
     /inject   POST, JSON; a fault on purpose, where the job allows it (see `runtime.injections`)
+    /quarantine  GET, POST, JSON; what is out of use (see `runtime.quarantining`)
 
 Called by the launcher through `python -m rerail.runtime.controller`, whose `main` is here.
 """
@@ -35,13 +36,15 @@ from rerail.config import JobSpec, Settings
 from rerail.detect.levels import Levels
 from rerail.detect.monitor import SOURCE
 from rerail.errors import JournalError, UsageError, WireError
-from rerail.runtime.controller import Controller, Inbound
-from rerail.runtime.frames import MAX_MESSAGE, decode_to_controller, encode
-from rerail.runtime.intake import Sighting
+from rerail.runtime.controller import Controller
+from rerail.runtime.frames import MAX_MESSAGE, be_persistent, decode_to_controller, encode
+from rerail.runtime.intake import Inbound, Sighting
+from rerail.runtime.isolation import members_of
 from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.runtime.orders import AgentHello, Rejected, Shutdown, ToAgent
 from rerail.runtime.processes import say
+from rerail.runtime.quarantining import listing, take
 from rerail.runtime.reported import MAX_BODY, PER_MINUTE, Desk, Refused
-from rerail.runtime.wire import AgentHello, Rejected, Shutdown, ToAgent
 
 ADDRESS_FILE = "controller.json"
 EXIT_USAGE = 2
@@ -89,7 +92,9 @@ class Door:
     def app(self) -> Starlette:
         faults = Route("/faults", self.faults, methods=["POST"])
         inject = Route("/inject", self.inject, methods=["POST"])
-        return Starlette(routes=[WebSocketRoute("/agent", self.agent), Route("/status", self.status), faults, inject])
+        quarantine = Route("/quarantine", self.quarantine, methods=["GET", "POST"])
+        agent, status = WebSocketRoute("/agent", self.agent), Route("/status", self.status)
+        return Starlette(routes=[agent, status, faults, inject, quarantine])
 
     async def agent(self, websocket: WebSocket) -> None:
         """One agent's connection from greeting to end."""
@@ -149,6 +154,22 @@ class Door:
             status, answer = await self._controller.injections.ask(await _body(request))
         except Refused as error:
             return JSONResponse({"refused": str(error)}, error.status)
+        return JSONResponse(answer, status)
+
+    async def quarantine(self, request: Request) -> Response:
+        """What is out of use; or a person's order about it, which is written down like any news."""
+        if (refusal := self._stranger(request)) is not None:
+            return refusal
+        controller = self._controller
+        if request.method != "POST":
+            return JSONResponse(listing(controller.handling))
+        try:
+            status, answer = take(controller.handling, await _body(request), members_of(controller.fleet))
+        except Refused as error:
+            return JSONResponse({"refused": str(error)}, error.status)
+        if "done" in answer:
+            told = controller.intake.signal("quarantine", "", -1, time.time(), message=answer["done"])
+            controller.inbox.put_nowait(Sighting(told))
         return JSONResponse(answer, status)
 
     def _stranger(self, request: Request) -> Response | None:
@@ -265,6 +286,7 @@ def listen(spec: JobSpec) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((spec.endpoint_host, port))
+        be_persistent(listener)  # the connections it accepts are, too
         listener.listen(128)
     except OSError as error:
         listener.close()

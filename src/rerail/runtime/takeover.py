@@ -14,17 +14,20 @@ from typing import Any, Protocol
 import msgspec
 
 from rerail.decide.budget import Budget
-from rerail.flow import Cost, Report, Rung, Signal
+from rerail.flow import Place, Report, Signal
+from rerail.runtime.experience import Experience
 from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake, Sighting
 from rerail.runtime.journal import Journal
-from rerail.runtime.wire import RankStatus
+from rerail.runtime.orders import RankStatus, Vacate
+from rerail.runtime.rollbacks import Rollbacks
 
 QUIET_S = 0.1
 """After the last greeting: what agents saw meanwhile follows right behind it and is heard first."""
 
 _BUILDING = (RankState.STARTING, RankState.BUILDING, RankState.PARKED)
+_OVER = (RankState.LOST, RankState.EXITED)
 _BETWEEN = (RankState.PARKED, RankState.INTERRUPTED, RankState.FORMING, RankState.RAISED)
 
 
@@ -46,7 +49,8 @@ class Desk(Protocol):
     incident: Incident | None
     incidents: int
     budget: Budget
-    costs: dict[Rung, list[Cost]]
+    rollbacks: Rollbacks
+    experience: Experience
 
     @property
     def execution(self) -> Driver: ...
@@ -63,8 +67,8 @@ class Takeover:
         self._last_greeting = now
         self._statuses: dict[int, RankStatus] = {}
         fleet = controller.fleet
-        fleet.generation = int(state["generation"])
-        fleet.restore_placement([(str(node), int(slots)) for node, slots in state["placement"]])
+        fleet.generation = self._written = int(state["generation"])
+        fleet.recall(state)
         host, port = state["master"]
         controller.execution.master = (str(host), int(port))
         incarnations = state["incarnations"]
@@ -88,15 +92,23 @@ class Takeover:
             return None
         controller.budget = msgspec.convert(state.get("budget", {}), Budget)
         controller.fleet.high_version = controller.budget.high_version
+        controller.rollbacks.restore(state)
         for report in journal.records(kind="report"):
-            if isinstance(report, Report) and report.ok and report.attempts:
-                controller.costs.setdefault(report.rung, []).append(report.cost)
+            if isinstance(report, Report):
+                controller.experience.note(report)
         return cls(controller, state, now)
 
-    def greeted(self, told: Iterable[RankStatus], now: float) -> None:
+    def greeted(self, node: str, told: Iterable[RankStatus], now: float) -> None:
         """An agent is back; its word for its ranks counts."""
         self._last_greeting = now
         for status in told:
+            before, rank = self._statuses.get(status.rank), self._controller.fleet.ranks.get(status.rank)
+            if rank is None or (before is not None and before.generation > status.generation):
+                continue
+            if rank.node != node:
+                if status.generation <= self._written or status.state in _OVER:
+                    continue  # what is left of it where it was before
+                rank.move_to(Place(node, status.local_rank))  # the journal, on a full disk, did not hear of it
             self._statuses[status.rank] = status
             self._controller.fleet.adopt(status)
 
@@ -111,6 +123,7 @@ class Takeover:
     def finish(self, now: float, wall: float) -> list[Sighting]:
         """What is to be done now, as signals; none when all is well."""
         controller, fleet = self._controller, self._controller.fleet
+        self._tidy_up()
         if not self._statuses and all(rank.state is RankState.STARTING for rank in fleet.ranks.values()):
             controller.execution.restart(now, wall, restarts=(0, 0), cause="")
             return []
@@ -125,6 +138,14 @@ class Takeover:
             return [Sighting(self._signal(wall), self._down_s)]
         controller.note_takeover(self._signal(wall), self._down_s)
         return []
+
+    def _tidy_up(self) -> None:
+        """End what the former controller was making ready for a hot switch, and what nodes have of ranks that are elsewhere."""
+        fleet = self._controller.fleet
+        for agent in fleet.connected():
+            here = tuple(rank.rank for rank in fleet.on_node(agent.node))
+            agent.send(Vacate(generation=fleet.generation, keep=here))
+            agent.send(Vacate(generation=fleet.generation + 1, keep=(), beside=True))
 
     def _vanished(self, wall: float) -> list[Sighting]:
         """Ranks that died and whose end was told to the former controller only."""

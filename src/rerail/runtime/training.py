@@ -6,14 +6,19 @@ Called by `runtime.intake` for every beat of an agent, and for votes that are no
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
+from rerail.decide.setbacks import KINDS
+from rerail.diagnose.classify import BACK
 from rerail.diagnose.health import HealthWatch
 from rerail.diagnose.straggler import Phases, Straggler, StragglerWatch
 from rerail.diagnose.vote import Ballot, Votes, compare, count
-from rerail.runtime.clock import Metric, Took
-from rerail.runtime.wire import Beat, Voted
+from rerail.runtime.clock import METRICS, Metric, Took
+from rerail.runtime.orders import Beat
+from rerail.runtime.wire import Unsound, Voted
+from rerail.wording import ranks
 
 Payload = dict[str, str | int | float | bool]
 
@@ -29,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     over: bool = False
     back: int = -1
-    """A version that all ranks wait to be sent back to."""
+    """The newest version that all ranks can be sent back to; -1: it is only told."""
 
     @property
     def payload(self) -> Payload:
@@ -40,7 +45,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingWatch:
     """All that is compared, over all ranks of the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, roll_back: Sequence[str] = ()) -> None:
+        self._back = {KINDS[name].removeprefix("training.") for name in roll_back}
+        """Kinds of sickness that all go back for."""
         self._stragglers = StragglerWatch()
         self._health = HealthWatch()
         self._disputes: dict[tuple[int, ...], tuple[int, int, Votes]] = {}
@@ -75,6 +82,19 @@ class TrainingWatch:
             del self._disputes[ballot.voters]
             return _replayed(ballot, back, first, vote)
         return _differing(ballot, vote.sums)
+
+    def unsound(self, rank: int, word: Unsound) -> Finding:
+        """A rank says itself that its training has gone wrong, and waits; its beats need not tell it again."""
+        for name in METRICS:
+            self._told[rank, name] = max(word.version + 1, self._told.get((rank, name), 0))
+        state = "bad_batch" if word.what == "batch" else "nan"
+        return Finding(source=HEALTH, rank=rank, step=word.version, state=state, text=word.text, back=word.trusted)
+
+    def went_back(self, version: int) -> None:
+        """All go on from here: what was seen since never was."""
+        self._seen = min(self._seen, version)
+        self._health.went_back(version)
+        self._unsound.clear()
 
     def _sickness(self, beat: Beat) -> list[Finding]:
         found = []
@@ -116,6 +136,7 @@ class TrainingWatch:
                 state=one.kind,
                 text=f"{one.value:.4g} at step {one.step}, expected {one.expected:.4g}",
                 over=not one.begins,
+                back=max(0, one.since - 1) if one.begins and one.kind in self._back else -1,
             )
             for one in self._health.take(took.version, loss, norm, step_s=seconds)
             if one.kind != "nan"
@@ -125,7 +146,7 @@ class TrainingWatch:
 SOUND_STEPS = 10
 """Steps in a row that must be finite before it counts as over."""
 HEALTH, STRAGGLER, VOTE = "training.health", "training.straggler", "training.vote"
-ACT = "back"
+ACT = BACK
 """In the payload of a signal that asks for a repair; others only tell."""
 
 
@@ -139,7 +160,7 @@ def _differing(vote: Ballot, sums: Votes, back: int = -1) -> list[Finding]:
     parts = f"in {len(vote.groups)} of {len(next(iter(sums.values())))} parts of the state"
     then = f"; all go back to step {back} and compute it again" if back >= 0 else ""
     if vote.tie:
-        text = f"{_ranks(vote.suspects)} at step {vote.version}, {parts}{then}"
+        text = f"{ranks(vote.suspects)} at step {vote.version}, {parts}{then}"
         return [Finding(source=VOTE, rank=-1, step=vote.version, state="tie", text=text, back=back)]
     agree = len(vote.voters) - len(vote.suspects)
     text = f"at step {vote.version}, {parts}; {agree} of {len(vote.voters)} agree{then}"
@@ -153,17 +174,13 @@ def _replayed(vote: Ballot, back: int, first: Votes, second: Voted) -> list[Find
     """Who was wrong, now that the same steps were computed twice."""
     result, step = compare(first, second.sums, second.far), vote.version
     if result.again:
-        text = f"{_ranks(vote.voters)} at step {step}, also when computed again from step {back}"
+        text = f"{ranks(vote.voters)} at step {step}, also when computed again from step {back}"
         return [Finding(source=VOTE, rank=-1, step=step, state="again", text=text)]
     if not result.suspects:
-        text = f"{_ranks(vote.voters)} at step {step}, computed again from step {back}"
+        text = f"{ranks(vote.voters)} at step {step}, computed again from step {back}"
         return [Finding(source=VOTE, rank=-1, step=step, state="unnamed", text=text)]
     others = tuple(rank for rank in vote.voters if rank not in result.suspects)
     text = (
-        f"at step {step}; computed again from step {back} by all, it is what {_ranks(others)} had, or far nearer to it"
+        f"at step {step}; computed again from step {back} by all, it is what {ranks(others)} had, or far nearer to it"
     )
     return [Finding(source=VOTE, rank=rank, step=step, state="replayed", text=text) for rank in result.suspects]
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -14,11 +14,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rerail.config import JobSpec
+from rerail.config import JobSpec, Settings
 from rerail.errors import WireError
-from rerail.runtime.frames import MAX_MESSAGE, decode_to_agent, encode
+from rerail.runtime.clock import now_ns
+from rerail.runtime.frames import MAX_MESSAGE, be_persistent, decode_to_agent, encode
+from rerail.runtime.orders import Beat, Kept, Standbys, ToAgent
 from rerail.runtime.processes import say
-from rerail.runtime.wire import Beat, Message, Standbys, ToAgent
+from rerail.runtime.wire import Message
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -29,8 +31,6 @@ FIRST_CONTACT_S = 600.0
 """How long to wait for the controller at the start: nodes of a job may be started minutes apart."""
 PATIENCE_S = 5.0
 """After this long without a first contact the user is told what is waited for."""
-AWAY_S = 300.0
-"""How long a controller that was there may be away before the agent gives the job up."""
 MAX_BACKLOG = 10_000
 
 
@@ -40,11 +40,13 @@ class Uplink:
     def __init__(
         self,
         spec: JobSpec,
+        settings: Settings,
         greet: Callable[[], list[Message]],
         hear: Callable[[ToAgent], None],
         give_up: Callable[[str], None],
     ) -> None:
         self._spec = spec
+        self._away_s = settings.controller_away_s
         self._greet = greet
         self._hear = hear
         self._give_up = give_up
@@ -52,10 +54,19 @@ class Uplink:
         self._news = asyncio.Event()
         self._socket: ClientConnection | None = None
         self.connected = False
+        self.dialed_ns = 0
+        """When the newest connection was asked for, by the clock of leases."""
+        self.on_refusal: Callable[[int], None] = lambda dialed_ns: None
+        """Called when nobody listens where the controller was, with the time at which that was asked."""
+
+    @property
+    def idle(self) -> bool:
+        """Connected, and everything is said."""
+        return self.connected and not self._backlog
 
     def send(self, message: Message) -> None:
         """Say it now, or as soon as there is a controller. What is only of the moment is not kept."""
-        if not self.connected and isinstance(message, Beat | Standbys):
+        if not self.connected and isinstance(message, Beat | Kept | Standbys):
             return
         self._backlog.append(message)
         self._news.set()
@@ -73,7 +84,7 @@ class Uplink:
             address = self._address()
             if address is not None and await self._talk(*address):
                 known, since = True, time.monotonic()
-            allowed = AWAY_S if known else FIRST_CONTACT_S
+            allowed = self._away_s if known else FIRST_CONTACT_S
             if address is not None and not known and not told and time.monotonic() - since > PATIENCE_S:
                 told = True
                 say(f"waiting for the controller at {address[0]}:{address[1]}; is the node that hosts it up?")
@@ -91,6 +102,11 @@ class Uplink:
         if self._socket is not None:
             await self._socket.close()
 
+    def hang_up(self, older_s: float) -> None:
+        """Break a connection off that is older than this, and dial anew: nothing has come through it for too long."""
+        if self._socket is not None and now_ns() - self.dialed_ns > older_s * 1e9:
+            self._socket.transport.abort()
+
     def _address(self) -> tuple[str, int] | None:
         if not self._spec.hosts_controller:
             return self._spec.endpoint_host, self._spec.endpoint_port
@@ -107,6 +123,7 @@ class Uplink:
 
         name = f"[{host}]" if ":" in host else host
         talked = False
+        self.dialed_ns = now_ns()
         try:
             async with connect(
                 f"ws://{name}:{port}/agent",
@@ -118,6 +135,7 @@ class Uplink:
                 ping_interval=5,
                 ping_timeout=10,
             ) as socket:
+                be_persistent(socket.transport.get_extra_info("socket"))
                 for message in self._greet():
                     await socket.send(encode(message))
                 self.connected = talked = True
@@ -129,6 +147,8 @@ class Uplink:
                 finally:
                     self.connected, self._socket = False, None
                     speaking.cancel()
+        except ConnectionRefusedError:
+            self.on_refusal(self.dialed_ns)
         except (OSError, TimeoutError, WebSocketException):
             pass  # it is away; the caller tries again
         except WireError as error:

@@ -65,7 +65,7 @@ class Watch:
         settings: Settings,
         slots: Sequence[Slot],
         hung: Callable[[Slot, Verdict], Coroutine[None, None, None]],
-        stalled: Callable[[float, list[Reading]], Coroutine[None, None, None]],
+        stalled: Callable[[float, dict[int, Reading]], Coroutine[None, None, None]],
     ) -> None:
         self._settings = settings
         self._slots = slots
@@ -91,10 +91,10 @@ class Watch:
 
     def look(self, now: float) -> None:
         """One look at all ranks."""
-        readings: list[Reading] = []
+        readings: dict[int, Reading] = {}
         watched = float("inf")
         for slot in self._slots:
-            if slot.child is None or not slot.child.alive:
+            if slot.child is None or not slot.child.alive or slot.beside:
                 self._observed.pop(slot.local_rank, None)
                 continue
             seen = self._observed.get(slot.local_rank)
@@ -106,9 +106,9 @@ class Watch:
                 self._reported.add((slot.rank, slot.generation))
                 self._tell(self._hung(slot, verdict))
             if slot.joined:
-                readings.append(reading)
+                readings[slot.rank] = reading
                 watched = min(watched, now - seen.since)
-        if readings and len(readings) == len(self._slots):
+        if readings and len(readings) == sum(slot.child is not None and not slot.beside for slot in self._slots):
             self._look_at_collectives(readings, watched)
 
     def _facts(self, slot: Slot, seen: _Observation, reading: Reading, now: float) -> Facts:
@@ -131,9 +131,10 @@ class Watch:
             cpu_s=seen.cpu_seen - seen.cpu_at_stall,
         )
 
-    def _look_at_collectives(self, readings: list[Reading], watched: float) -> None:
-        waited = all_waiting(readings, watched, self._settings)
-        key = (max(reading.generation for reading in readings), min(reading.collectives for reading in readings))
+    def _look_at_collectives(self, readings: dict[int, Reading], watched: float) -> None:
+        seen = list(readings.values())
+        waited = all_waiting(seen, watched, self._settings)
+        key = (max(reading.generation for reading in seen), min(reading.collectives for reading in seen))
         if waited > 0.0 and key != self._stall_reported:
             self._stall_reported = key
             self._tell(self._stalled(waited, readings))

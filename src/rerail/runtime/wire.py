@@ -1,4 +1,4 @@
-"""Messages between controller, agents and ranks (how they travel: `runtime.frames`).
+"""Messages between agents and ranks; those between controller and agents are in `runtime.orders` (how they travel: `runtime.frames`).
 
     controller <-- WebSocket, one msgpack message per frame --> agent <-- socketpair, length-prefixed --> rank
 
@@ -11,16 +11,14 @@ A rank's life in messages (agent to rank above the line, rank to agent below it)
 Every generation is formed the same way, the first one too: all ranks are parked, the controller sees who holds
 which version, and one `Plan` says who gets its state from where. A newcomer parks after it has built its model alone.
 
-Called by `runtime.controller`, `runtime.agent` and `session.link`; needs msgspec and nothing else.
+Called by `runtime.agent`, `session.link` and all who look at what ranks say; needs msgspec and nothing else.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from rerail.flow import Signal
-from rerail.runtime.clock import Metric, Took
-from rerail.runtime.plans import Plan
+from rerail.runtime.plans import Back, Plan
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -46,6 +44,7 @@ class Assign(Message, frozen=True, kw_only=True):
     """Of this rank's node: its groups listen there, and the store if this rank opens it."""
     env: dict[str, str] = {}
     """torchrun's variables for this rank."""
+    back: Back = Back()
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
@@ -53,6 +52,8 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
     generation: int
     store_rank: int
+    trusted: int = -1
+    """What is newer than this version is not to be gone on from, wherever it is kept; -1: there is no such limit."""
 
 
 class Form(Message, frozen=True, kw_only=True):
@@ -131,6 +132,8 @@ class Parked(Message, frozen=True, kw_only=True):
     """Calls of `job.guard()` completed since the last update."""
     store_port: int = 0
     """Set by the rank that opened the store of `generation`."""
+    elastic: bool = False
+    """The script can go on with fewer ranks: see `job.deal()`."""
     phases: dict[str, float] = {}
     """Seconds spent since the assignment or the interrupt: `build`, `rehearse`, `run_out`."""
 
@@ -154,6 +157,7 @@ class Resumed(Message, frozen=True, kw_only=True):
     step_s: float
     usual_step_s: float = 0.0
     """Median of the steps before the fault, 0 where unknown."""
+    elastic: bool = False
 
 
 class Raised(Message, frozen=True, kw_only=True):
@@ -189,7 +193,7 @@ class Noted(Message, frozen=True, kw_only=True):
 
     rank: int
     source: str
-    """`checkpoint.saved`, `checkpoint.failed`, `checkpoint.passed_over` or `checkpoint.loaded`."""
+    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out` or `tier_back`; `data.skipped`."""
     version: int
     text: str
 
@@ -207,6 +211,18 @@ class Voted(Message, frozen=True, kw_only=True):
     """By rank, after that: how far it was the first time from what all hold now, where they had differed. Squares."""
 
 
+class Unsound(Message, frozen=True, kw_only=True):
+    """The training has gone wrong on this rank, which waits to be sent back."""
+
+    generation: int
+    version: int
+    """The step that went wrong began from here."""
+    what: str
+    """`loss`, `grad_norm` or `state` is not finite; `batch`: the script does not want this one."""
+    trusted: int
+    text: str
+
+
 class Injected(Message, frozen=True, kw_only=True):
     """What became of an Inject that was passed on to this rank."""
 
@@ -220,163 +236,7 @@ class Dismiss(Message, frozen=True, kw_only=True):
     """All ranks have finished: leave the loop. Until then a finished rank stays to help repair the others."""
 
 
-FromRank = Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted | Voted | Injected
+FromRank = (
+    Warm | Joined | Parked | Formed | Resumed | Raised | CommFailed | Finished | Noted | Voted | Unsound | Injected
+)
 ToRank = Assign | Interrupt | Form | Dismiss | Stop | Inject
-
-
-# --- agent -> controller ---------------------------------------------------------------------------------------
-
-
-class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent knows of one of its ranks; sent on every (re)connect."""
-
-    rank: int
-    local_rank: int
-    pid: int
-    generation: int
-    state: str
-    """One of `runtime.fleet.RankState`."""
-    joined: bool
-    replaceable: bool
-    version: int
-    parked: Parked | None = None
-
-
-class AgentHello(Message, frozen=True, kw_only=True):
-    """First message of every connection. `ranks` is empty at the start of a job."""
-
-    job: str
-    token: str
-    node: str
-    address: str
-    """Where other nodes reach this one."""
-    slots: int
-    """Ranks this node runs (--nproc-per-node)."""
-    node_rank: int = -1
-    """As asked for by --node-rank, or -1."""
-    incarnation: str
-    """Changes when the agent process is a new one: then its old ranks are gone."""
-    ranks: tuple[RankStatus, ...] = ()
-    standbys_ready: int = 0
-    depot_port: int = 0
-    """Where this node keeps checkpoints for the others; 0: it does not."""
-
-
-class PortPicked(Message, frozen=True, kw_only=True):
-    """Answer to PickPort."""
-
-    generation: int
-    port: int
-
-
-class Observed(Message, frozen=True, kw_only=True):
-    """A detector on the node saw something."""
-
-    signal: Signal
-    age_s: float = 0.0
-    """Seconds between the fault itself and this message, as far as the detector can tell."""
-
-
-class Relayed(Message, frozen=True, kw_only=True):
-    """A message of one of the agent's ranks."""
-
-    rank: int
-    message: FromRank
-
-
-class RankExited(Message, frozen=True, kw_only=True):
-    """A rank ended with exit code 0. Any other end is an Observed signal `process.exit`."""
-
-    rank: int
-    generation: int
-
-
-class Standbys(Message, frozen=True, kw_only=True):
-    """How many standbys are warm, and how many are on their way."""
-
-    ready: int
-    warming: int
-
-
-class Beat(Message, frozen=True, kw_only=True):
-    """The agent is alive; carries the newest version of each of its ranks, and the process it is."""
-
-    versions: dict[int, int]
-    pids: dict[int, int] = {}
-    took: dict[int, list[Took]] = {}
-    """By rank: where the time of some of the newest steps went. All ranks tell of the same steps."""
-    metrics: dict[int, dict[str, Metric]] = {}
-
-
-class LeaveJob(Message, frozen=True, kw_only=True):
-    """The user asked this agent to stop (Ctrl-C, SIGTERM): the job ends."""
-
-    reason: str
-    exit_code: int = 1
-
-
-# --- controller -> agent ---------------------------------------------------------------------------------------
-
-
-class Welcome(Message, frozen=True, kw_only=True):
-    """The agent is admitted."""
-
-    node_rank: int
-
-
-class Rejected(Message, frozen=True, kw_only=True):
-    """The agent may not take part; it must end its ranks (a stale or foreign agent)."""
-
-    reason: str
-
-
-class PickPort(Message, frozen=True, kw_only=True):
-    """Pick a free port for MASTER_PORT of this generation."""
-
-    generation: int
-
-
-class Start(Message, frozen=True, kw_only=True):
-    """Start all local ranks afresh: end the ones of older generations, then assign these."""
-
-    generation: int
-    assignments: tuple[Assign, ...]
-    grace_s: float = 0.0
-    """How long old ranks may take to end after SIGTERM; 0 means SIGKILL at once."""
-
-
-class Promote(Message, frozen=True, kw_only=True):
-    """End what is left of `assignment.rank` and give its place to a standby, warm if there is one."""
-
-    assignment: Assign
-
-
-class InterruptAll(Message, frozen=True, kw_only=True):
-    """Pass an Interrupt to the named local ranks."""
-
-    interrupt: Interrupt
-    ranks: tuple[int, ...]
-
-
-class FormAll(Message, frozen=True, kw_only=True):
-    """Pass a Form to all local ranks."""
-
-    plan: Plan
-
-
-class DismissAll(Message, frozen=True, kw_only=True):
-    """Pass a Dismiss to all local ranks: every rank of the job has sent Finished."""
-
-
-class Shutdown(Message, frozen=True, kw_only=True):
-    """The job ends: end every process and exit with this code."""
-
-    exit_code: int
-    reason: str
-    culprit: int = -1
-    """The rank whose traceback is the one to show, or -1."""
-    grace_s: float = 5.0
-
-
-ToController = AgentHello | PortPicked | Observed | Relayed | RankExited | Standbys | Beat | LeaveJob
-ToAgent = Welcome | Rejected | PickPort | Start | Promote | InterruptAll | FormAll | DismissAll | Shutdown | Inject

@@ -6,6 +6,7 @@ raises before it touches anything. Called by `session.job`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ from rerail.session.fabric import fabric
 
 if TYPE_CHECKING:
     from rerail.session.injected import Injections
+
+EXIT_FENCED = 75
+"""EX_TEMPFAIL."""
 
 
 class Attempt:
@@ -46,6 +50,7 @@ class Attempt:
     def end(self, error: BaseException | None) -> bool:
         """The attempt is over. True when it is complete: the version it leads to is whole."""
         self.active = False
+        self._insist_on_lease()
         if error is not None or self.updates_open:
             return False
         if not fabric.interrupted:
@@ -58,6 +63,12 @@ class Attempt:
         """Whether the state is still that of the step's start."""
         return self.watched > 0 and not self.update_begun
 
+    def _insist_on_lease(self) -> None:
+        """A rank whose place another may have by now must not go on (see `runtime.lease`), and its agent could not end it."""
+        if self._clock is not None and self._clock.lease_over:
+            os.write(2, b"rerail: this rank was cut off from the job and ends before it changes anything\n")
+            os._exit(EXIT_FENCED)
+
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if fabric.interrupted and self.update_begun is False:
             raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
@@ -67,6 +78,7 @@ class Attempt:
             if fabric.interrupted:
                 raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
         if not self.update_begun:
+            self._insist_on_lease()
             if self.injected is not None:
                 self.injected.before_update()
             self.before_update()

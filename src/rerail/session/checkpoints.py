@@ -32,7 +32,7 @@ from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
 from rerail.config import DEPOTS
 from rerail.errors import CheckpointError, StateError
-from rerail.session import compiled, owed
+from rerail.session import compiled, owed, reaching
 from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.starting import Starter, device_of, told_by_rank_0
 
@@ -95,7 +95,7 @@ class Checkpoints:
         self._keep = Keep.of(keep)
         self._compiled_saves = SAVES_WITH_CODE if compile_cache and self._job.rank == 0 else 0
         if compile_cache:
-            compiled.load(self._tiers, partial(self._tell, "failed", -1))
+            compiled.load(reaching.answering(self._tiers, write=False), partial(self._tell, "failed", -1))
 
     @property
     def in_flight(self) -> int:
@@ -138,12 +138,14 @@ class Checkpoints:
 
     def _claimed(self) -> int:
         """A new epoch, from the first place that can be written to."""
-        for tier in self._tiers:
+        tiers = reaching.some_answering(self._tiers, partial(self._tell, "failed", -1), write=True)
+        why = "no place answers"
+        for tier in tiers:
             try:
-                return saving.claim_epoch(tier, _job_name(), [other for other in self._tiers if other is not tier])
+                return saving.claim_epoch(tier, _job_name(), [other for other in tiers if other is not tier])
             except (OSError, CheckpointError) as error:
                 why = f"nothing can be written to {tier.url} ({getattr(error, 'strerror', None) or error})"
-                if tier is not self._tiers[-1]:
+                if tier is not tiers[-1]:
                     self._tell("failed", -1, why)
         raise CheckpointError(f"job.checkpoints(): {why}. Give it a directory or URL that all ranks can write to")
 
@@ -155,6 +157,11 @@ class Checkpoints:
     def went_back(self, generation: int) -> None:
         """The job goes on from snapshots: what is saved again from here may differ in its bits from what was saved."""
         self._generation = generation
+
+    def distrust(self, trusted: int) -> None:
+        """What this job has saved of later versions is not to be started from, nor what it is still writing."""
+        if self.on and self._job.rank == 0:
+            owed.in_background(partial(owed.distrust_later, self._tiers, self.saves, trusted, self._writer))
 
     def adopt(self, epoch: int, next_save: int, generation: int) -> None:
         """What the small state of a version says about saving; a process that has claimed an epoch keeps its own."""
@@ -184,7 +191,7 @@ class Checkpoints:
             epoch=self.epoch,
             generation=self._generation,
             rank=job.rank,
-            group=tuple(range(job.world_size)),
+            group=job.seats,
             world_size=job.world_size,
             tiers=tuple(tier.url for tier in self._tiers),
             depots=os.environ.get(DEPOTS, ""),
@@ -219,9 +226,16 @@ class Checkpoints:
     def missed(self, version: int, why: str = "the one before is still being written") -> None:
         """The save is left out, not waited for, and the other ranks hear of it."""
         tiers, step, rank = self._tiers, self.order(version).id, self._job.rank
-        owed.in_background(lambda: decline(tiers, step, rank, why))
-        if self._job.rank == 0:
+        coordinator = self._job.seats[0]
+        owed.in_background(lambda: decline(reaching.answering(tiers, write=True), step, rank, why, coordinator))
+        if self._speaks:
             self._tell("failed", version, f"checkpoint of step {version} left out: {why}")
+
+    def left_by(self, ranks: Sequence[int], coordinator: int) -> None:
+        """The seats of these ranks are empty from now on: nobody is to wait for their part in what was being saved."""
+        if self.on and ranks and self._speaks:
+            tiers, epoch, version = self._tiers, self.epoch, self._job._version
+            owed.in_background(lambda: owed.give_up_for(tiers, epoch, version, ranks, coordinator))
 
     def agree(self) -> None:
         """Inside the step behind a save: when the next one is."""
@@ -287,17 +301,17 @@ class Checkpoints:
             self.next_save = version + FIRST_AFTER
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        if outcome.copied_to:
-            self._on_copy(outcome)
+        if outcome.copied_to or outcome.place:
+            (self._on_copy if outcome.copied_to else self._on_place)(outcome)
             return
         if outcome.ok:
             self._saved_s.append(outcome.seconds)
             del self._saved_s[:-8]
         what = f"checkpoint of step {outcome.version}"
-        if self._job.rank == 0 or not outcome.ok:
+        if self._speaks or not outcome.ok:
             for note in outcome.notes:
                 self._tell("failed", outcome.version, f"rank {self._job.rank}: {what}: {note}")
-        if self._job.rank == 0:
+        if self._speaks:
             if outcome.ok:
                 self._save_compiled()
                 text = f"{what} saved to {outcome.url} in {outcome.seconds:.2f} s"
@@ -309,7 +323,7 @@ class Checkpoints:
         if self._compiled_saves:
             self._compiled_saves -= 1
             tell = partial(self._tell, "failed", -1)
-            owed.in_background(lambda: compiled.save(self._tiers, tell))
+            owed.in_background(lambda: compiled.save(reaching.answering(self._tiers, write=True), tell))
 
     def _on_copy(self, outcome: Outcome) -> None:
         what = f"checkpoint of step {outcome.version}"
@@ -322,6 +336,23 @@ class Checkpoints:
                 "failed", outcome.version, f"{text}. It is safe in {outcome.url}; rerail ckpt copy can copy it later"
             )
 
+    @property
+    def _speaks(self) -> bool:
+        """Of the ranks that save together, the lowest tells what came of it."""
+        return self._job.rank == self._job.seats[0]
+
+    def _on_place(self, outcome: Outcome) -> None:
+        """One rank of each node tells: a place is mostly broken for all of them."""
+        if self._job.rank and os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        if outcome.place == "out":
+            others = [tier.url for tier in self._tiers if tier.url != outcome.url]
+            then = "; the other places are used meanwhile" if others else "; nothing is saved meanwhile"
+            text = f"the place {outcome.url} for checkpoints is out: {' '.join(outcome.notes)}{then}"
+        else:
+            text = f"the place {outcome.url} for checkpoints works again and is used"
+        self._tell(f"tier_{outcome.place}", max(self.newest, 0), text)
+
     def _tell(self, what: str, version: int, text: str) -> None:
         """To the user and, where there is one, to the journal."""
         _say(text)
@@ -330,9 +361,9 @@ class Checkpoints:
 
     # --- loading ---
 
-    def restore(self) -> bool:
-        """Load the newest step that every rank can read. False if there is none. All ranks together."""
-        if not Starter(self._job, self._tiers, self._tell).start():
+    def restore(self, limit: int = -1) -> bool:
+        """Load the newest step that every rank can read, and not one beyond `limit`. False if there is none. All ranks together."""
+        if not Starter(self._job, self._tiers, self._tell, limit).start():
             return False
         self.newest = self._job._version
         self._plan_next()

@@ -2,8 +2,8 @@
 
     position = epoch, batches taken in it, random state at its start [, the loader's own state]
 
-A loader with state_dict() is restored by it; any other is run again from the start of the epoch under the same random
-state, which gives the same batches. Recent batches are kept, so that a survivor that goes back a few steps need not ask
+A loader with state_dict() is restored by it, one that is dealt to (`session.dealing`) begins anywhere; any other is run again
+from the start of the epoch under the same random state, which gives the same batches. Recent batches are kept, so that a survivor that goes back a few steps need not ask
 its loader again. Called by `session.job`.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 import torch
 
 from rerail.session import plain, rng
+from rerail.session.dealing import Terms, dealer_of
 
 KEEP_BYTES = 512 << 20
 """Memory that recent batches may take."""
@@ -35,6 +36,8 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     loader: bytes | None = None
     samples: int = 0
     """Taken by this rank in all epochs, as far as batches can be counted: the length of their first tensor."""
+    terms: Terms | None = None
+    """Where the data are dealt: `index` counts batches of the whole job, whatever its size, under these terms."""
 
 
 class _Kept(msgspec.Struct):
@@ -57,13 +60,22 @@ class Cursor:
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
         self._again: deque[_Kept] = deque()
-        self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
-            getattr(loader, "load_state_dict", None)
+        self._skips: dict[int, int] = {}
+        """Batches to be passed over before that of a version."""
+        self.stale = False
+        """What was kept, and what comes next, is not what is to be taken: the place has to be found again."""
+        self.on_skip: Callable[[int, list[tuple[int, int]]], None] = lambda version, places: None
+        self._dealer = dealer_of(loader)
+        self._stateful = (
+            self._dealer is None
+            and callable(getattr(loader, "state_dict", None))
+            and callable(getattr(loader, "load_state_dict", None))
         )
 
     def warn_if_stateless(self) -> None:
         """Loudly, once, before it matters: what a start in the middle of an epoch will cost with this loader."""
-        if self._loader is None or self._stateful or isinstance(self._loader, list | tuple | range):
+        known = self._stateful or self._dealer is not None
+        if self._loader is None or known or isinstance(self._loader, list | tuple | range):
             return
         print(
             f"rerail: WARNING: the data loader ({type(self._loader).__name__}) has no state_dict(): a start in the middle of "
@@ -73,6 +85,11 @@ class Cursor:
             flush=True,
         )
 
+    def leave_out(self, skips: dict[int, int]) -> None:
+        """From now on these batches are passed over, whenever their version is reached."""
+        self.stale = self.stale or skips != self._skips
+        self._skips = dict(skips)
+
     def position(self) -> Position:
         """Where the next batch comes from."""
         if self._again:
@@ -80,18 +97,24 @@ class Cursor:
         state = None
         if self._stateful and self._iterator is not None:
             state = plain.encode(self._loader.state_dict(), "the data loader")  # type: ignore[union-attr]
-        return Position(self._epoch, self._index, self._epoch_random, state, self._samples)
+        return self._here(state)
+
+    def _here(self, state: bytes | None = None) -> Position:
+        terms = self._dealer.terms if self._dealer is not None else None
+        return Position(self._epoch, self._index, self._epoch_random, state, self._samples, terms)
 
     def take(self, version: int, random_before: rng.RandomState) -> tuple[Any, rng.RandomState]:
         """The batch of step `version` and the random state after it. StopIteration at the end of the last epoch."""
         if self._loader is None:
-            return version, random_before
+            self._pass_over(version)
+            return version + self._index, random_before
         if self._again:
             kept = self._again.popleft()
             rng.restore(kept.random_after)
             self._keep(kept)
             return kept.batch, kept.random_after
-        position = Position(self._epoch, self._index, self._epoch_random, None, self._samples)
+        position = self._here()
+        self._pass_over(version)
         batch = self._from_loader()
         self._samples += _samples(batch)
         random_after = rng.capture()
@@ -100,7 +123,9 @@ class Cursor:
 
     def go_back(self, version: int, position: Position, *, fresh: bool) -> None:
         """Make `version`'s batch the next one; `fresh` when this process has not read the data up to here."""
+        fresh, self.stale = fresh or self.stale, False
         if self._loader is None:
+            self._index = position.index
             return
         everything = [*self._kept, *self._again]
         again = [kept for kept in everything if kept.version >= version]
@@ -116,6 +141,19 @@ class Cursor:
         """No recovery goes back further than this any more."""
         while self._kept and self._kept[0].version < version:
             self._kept_bytes -= self._kept.popleft().size
+
+    def _pass_over(self, version: int) -> None:
+        """The position of a version is that before this, so that whoever gets there does the same."""
+        places = []
+        for _ in range(self._skips.get(version, 0)):
+            if self._loader is None:
+                places.append((0, version + self._index))
+                self._index += 1
+            else:
+                self._from_loader()
+                places.append((self._epoch, self._index - 1))
+        if places:
+            self.on_skip(version, places)
 
     def _from_loader(self) -> Any:
         while True:
@@ -133,6 +171,8 @@ class Cursor:
 
     def _start_epoch(self) -> None:
         self._epoch_random = rng.capture()
+        if self._dealer is not None:
+            self._dealer.begin(self._epoch, self._index)
         for owner in (self._loader, getattr(self._loader, "sampler", None)):
             if callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(self._epoch)  # type: ignore[union-attr]
@@ -142,7 +182,13 @@ class Cursor:
         self._iterator, self._epoch, self._index = None, position.epoch, 0
         self._samples = position.samples
         now = rng.capture()
-        if position.loader is not None and self._stateful:
+        if self._dealer is not None:
+            self._dealer.check(position.terms)
+            self._index = position.index
+            if position.epoch_random is not None and position.index > 0:
+                rng.restore(position.epoch_random)
+                self._start_epoch()
+        elif position.loader is not None and self._stateful:
             self._loader.load_state_dict(plain.decode(position.loader))  # type: ignore[union-attr]
             self._start_epoch()
             self._epoch_random = position.epoch_random

@@ -58,6 +58,10 @@ class Fabric:
         self._served: Store | None = None
         """The store this rank serves, kept alive here."""
         self.groups: list[ReplaceableGroup] = []
+        self.nodes: tuple[int, ...] = ()
+        """The number of each rank's node, by rank; empty: there is one."""
+        self.seats: tuple[int, ...] = ()
+        """Ranks that take part in this generation, lowest first; empty: all of them."""
         self.interrupted = False
         """A fault is known and the current attempt is void."""
         self.rehearsing = True
@@ -232,16 +236,16 @@ class Fabric:
         self._store_connections = sockets.established(sockets.open_sockets() - before)
         return connection
 
-    def form(self, generation: int, meet: Callable[[], Store]) -> None:
+    def form(self, generation: int, meet: Callable[[], Store], seats: tuple[int, ...] = ()) -> None:
         """Build the wires of all groups for `generation`, which meets in the store that `meet` gives.
 
-        RuntimeError if it cannot be completed.
+        `seats`: who takes part; empty: all. RuntimeError if it cannot be completed.
         """
         with self._lock:
             if generation <= self.generation:
                 raise FencedError(f"generation {generation} is not newer than {self.generation}")
             self._give_way_to_newer(generation)
-            self.generation = generation
+            self.generation, self.seats = generation, seats
             self._before_forming = sockets.open_sockets()
             self._laid = threading.Event()
         for group in self.groups:
@@ -306,9 +310,12 @@ class Fabric:
         world = self.groups[0]
         mine = msgspec.json.encode([group.key for group in self.groups]).decode()
         store.set(f"known/{generation}/{world.own_rank}", mine)
-        lists = store.multi_get([f"known/{generation}/{rank}" for rank in range(world.own_size)])
-        known = [set(msgspec.json.decode(keys, type=list[str])) for keys in lists]
-        return [group for group in self.groups if all(group.key in known[rank] for rank in group.members)]
+        here = self.seats or range(world.own_size)
+        lists = store.multi_get([f"known/{generation}/{rank}" for rank in here])
+        known = {rank: msgspec.json.decode(keys, type=set[str]) for rank, keys in zip(here, lists, strict=True)}
+        return [
+            group for group in self.groups if all(group.key in known[rank] for rank in group.members if rank in known)
+        ]
 
     def _leave_peers(self) -> None:
         self.mode = Mode.SOLO if self.shielded or self.rehearsing else Mode.CUT

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
-from rerail.session import sockets, solo, waiting
+from rerail.errors import StateError
+from rerail.session import sockets, solo, vacant, waiting
 from rerail.session.c10d import PrefixStore, Store, finished_work, gloo_options
 from rerail.session.fabric import Mode, fabric, hearing
 
@@ -90,6 +91,8 @@ class Wires(NamedTuple):
     inner: ProcessGroup
     connections: set[tuple[int, int]]
     nccl: Any
+    taken: list[int]
+    """The group's ranks that are there."""
 
 
 class ReplaceableGroup(ProcessGroup):
@@ -105,49 +108,51 @@ class ReplaceableGroup(ProcessGroup):
         self._severed: set[tuple[int, int]] = set()
         self._nccl: Any = None
         self._calls: dict[str, Callable[..., Any]] = {}
+        self._taken = list(range(size))
         self._name = self._desc = ""
 
     # --- wires ---
 
     def connect(self, store: Store) -> Wires:
         """Build wires for this group; blocks until every member does the same. They are not used before `adopt`."""
-        inner = ProcessGroup(store, self.own_rank, self.own_size)
+        taken = [rank for rank, member in enumerate(self.members) if not fabric.seats or member in fabric.seats]
+        inner = ProcessGroup(store, taken.index(self.own_rank), len(taken))
         nccl: Any = None
         connections: set[tuple[int, int]] = set()
         parts = _inner_parts(fabric.inner_backend)
         for device, name in parts:
             prefixed = PrefixStore(device, store)
             if name == "nccl":
-                nccl = _nccl(prefixed, self)
+                nccl = _nccl(prefixed, self, taken)
                 inner._register_backend(torch.device(device), _Type.NCCL, nccl)
             else:
-                backend, connections = self._gloo(prefixed)
+                backend, connections = self._gloo(prefixed, taken.index(self.own_rank), len(taken))
                 for device_type in [device] if len(parts) > 1 else ["cpu", "cuda"]:
                     inner._register_backend(torch.device(device_type), _Type.GLOO, backend)
         inner._set_default_backend(_Type.NCCL if nccl is not None else _Type.GLOO)
         inner._set_group_name(GroupName(self.key))  # by which the flight recorder knows it
-        return Wires(inner, connections, nccl)
+        return Wires(inner, connections, nccl, taken)
 
     def adopt(self, wires: Wires) -> None:
         """Use these from now on."""
-        self._inner, self._connections, self._nccl = wires
+        self._inner, self._connections, self._nccl, self._taken = wires
         self._calls = {}
         self._severed = set()
 
-    def _gloo(self, store: Store) -> tuple[Any, set[tuple[int, int]]]:
+    def _gloo(self, store: Store, rank: int, size: int) -> tuple[Any, set[tuple[int, int]]]:
         """A gloo backend and its connections, so that we can cut them and no others."""
         before = sockets.open_sockets()
         options = gloo_options()
         options._timeout = self._timeout
         options._devices = [_gloo_device()]
         options._threads = 2
-        backend = dist.ProcessGroupGloo(store, self.own_rank, self.own_size, options)
-        if self.own_size == 1:
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        if size == 1:
             return backend, set()
         opened = sockets.open_sockets() - before
         ports = sockets.listening_ports(opened)
-        store.set(f"ports/{self.own_rank}", ",".join(map(str, ports)))
-        told = store.multi_get([f"ports/{rank}" for rank in range(self.own_size)])
+        store.set(f"ports/{rank}", ",".join(map(str, ports)))
+        told = store.multi_get([f"ports/{one}" for one in range(size)])
         everyones = {int(port) for text in told for port in text.decode().split(",") if port}
         return backend, sockets.connections(opened, everyones)
 
@@ -193,11 +198,15 @@ class ReplaceableGroup(ProcessGroup):
         """Carry one collective to the peers, or carry it out alone."""
         inner = self._inner
         if fabric.mode is Mode.LIVE and inner is not None:
+            asked, given = name, args
+            if len(self._taken) < self.own_size:
+                asked, wanted = vacant.among(name, [*args, *kwargs.values()], self._taken)
+                given, kwargs = tuple(wanted), {}
             try:
-                call = self._calls.get(name)
+                call = self._calls.get(asked)
                 if call is None:
-                    call = self._calls[name] = getattr(inner, name)
-                work = call(*args, **kwargs)
+                    call = self._calls[asked] = getattr(inner, asked)
+                work = call(*given, **kwargs)
             except RuntimeError as error:
                 fabric.failed(error)
             else:
@@ -251,6 +260,11 @@ def _create(options: Any, backend_options: Any) -> ReplaceableGroup:
     group = ReplaceableGroup(
         options.group_id, options.group_rank, options.group_size, list(options.global_ranks_in_group), options.timeout
     )
+    if fabric.mode is Mode.LIVE and fabric.seats:
+        raise StateError(
+            f"a process group cannot be made while only ranks {', '.join(map(str, fabric.seats))} are there: make all groups "
+            "before the first job.steps()"
+        )
     fabric.groups.append(group)
     if fabric.mode is Mode.LIVE:
         group.adopt(group.connect(PrefixStore(f"made/{fabric.generation}", options.store)))
@@ -281,12 +295,12 @@ def _gloo_device() -> Any:
     return dist.ProcessGroupGloo.create_device(hostname=fabric.address, lazy_init=False)
 
 
-def _nccl(store: Store, group: ReplaceableGroup) -> Any:
+def _nccl(store: Store, group: ReplaceableGroup, taken: list[int]) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = group._timeout
-    options.global_ranks_in_group = group.members
+    options.global_ranks_in_group = [group.members[rank] for rank in taken]
     options.group_name = GroupName(group.key)
-    return dist.ProcessGroupNCCL(store, group.own_rank, group.own_size, options)
+    return dist.ProcessGroupNCCL(store, taken.index(group.own_rank), len(taken), options)
 
 
 def register() -> None:

@@ -12,13 +12,11 @@ job is repaired, and the same batch is handed out again. Made by `session.join`.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +30,7 @@ from rerail.session.attempt import Attempt
 from rerail.session.buffers import BufferGuard
 from rerail.session.checkpoints import Checkpoints
 from rerail.session.cursor import Cursor
+from rerail.session.dealing import Dealer, deal, dealer_of
 from rerail.session.ending import Ending
 from rerail.session.fabric import fabric, hearing
 from rerail.session.injected import injections_of
@@ -39,6 +38,8 @@ from rerail.session.link import AgentLink
 from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
 from rerail.session.small import Small, to_journal
 from rerail.session.snapshotting import Snapshotter
+from rerail.session.soundness import Soundness
+from rerail.session.step import Step
 from rerail.session.telemetry import Telemetry
 from rerail.session.tracked import Tracked
 from rerail.session.votes import Votes
@@ -62,6 +63,7 @@ class Job:
     rank, world_size, local_rank, device: this process's place.
     version: completed updates; -1 while `rehearsing`, so that "every 100 steps" does not fire on a void attempt.
     rehearsing: the loop's body runs for nothing: a newcomer warming up, or the rest of the body after a void attempt.
+    seats: the ranks that are there. Their number is below world_size while a job goes on with fewer ranks.
     """
 
     def __init__(self, link: AgentLink | None, place: Place) -> None:
@@ -74,6 +76,7 @@ class Job:
         self._attempts = 0
         self._buffers = BufferGuard({})
         self._cursor = Cursor(None, endless=False)
+        self._dealer: Dealer | None = None
         self._small: Small | None = None
         self._batch: Any = None
         self._has_batch = False
@@ -87,7 +90,7 @@ class Job:
         self._announce = -1
         self._in_steps = False
         self._guards = 0
-        self._step = _Step(self)
+        self._step = Step(self)
         self._rejoin = Rejoiner(self, link) if link is not None else None
         self._ending = Ending(self.rank, self.world_size, self._durations)
         self._checkpoints = Checkpoints(self)
@@ -95,11 +98,44 @@ class Job:
         self._attempt.before_update = self._snapshots.before_update
         self._telemetry = Telemetry(self._clock)
         self._votes = Votes(self, link)
+        self._soundness = Soundness(self, link)
         self._injected = self._attempt.injected = injections_of(self, link)
 
     @property
     def version(self) -> int:
         return -1 if self.rehearsing else self._version
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        return fabric.seats or tuple(range(self.world_size))
+
+    @property
+    def weight(self) -> float:
+        """What to multiply the mean loss of this rank's batch by, so that DDP's mean over the seats is that of the whole
+        global batch. 1.0 in a job whose ranks all have the same share."""
+        if self._dealer is None:
+            return 1.0
+        self._dealer.weighed = True
+        return self._dealer.weight
+
+    @property
+    def _elastic(self) -> bool:
+        """Whether the script can go on with fewer ranks: its data are dealt, and its loss is weighed."""
+        return self._dealer is not None and self._dealer.weighed
+
+    def deal(self, dataset: Any, *, batch: int, seed: int = 0, shuffle: bool = True) -> Dealer:
+        """Share the samples of every update among the ranks: DataLoader(dataset, batch_sampler=job.deal(dataset, batch=32)).
+
+        `batch` is that of all ranks together. With `loss * job.weight`, the job can go on with fewer ranks when a node is
+        lost: the same samples make up each update.
+        """
+        if self._in_steps:
+            raise StateError("job.deal() comes before the first job.steps()")
+        if self._dealer is not None:
+            raise StateError("job.deal() was called already: one dealer serves the whole job")
+        place = {"rank": self.rank, "world_size": self.world_size}
+        self._dealer = deal(dataset, batch, seed, shuffle, seats=lambda: self.seats, **place)
+        return self._dealer
 
     def track(self, *, replicated: bool = False, **objects: Any) -> None:
         """Name the state that makes up this job: modules, optimizers, anything with state_dict() and load_state_dict().
@@ -138,10 +174,20 @@ class Job:
     def metric(self, name: str, value: float) -> None:
         """A number to be kept with the next checkpoint: `keep=Keep(best=3, metric="-loss")` goes by it.
 
-        `loss` and `grad_norm` are also watched: not a number, spikes, divergence.
+        `loss` and `grad_norm` are also watched: not a number, spikes, divergence (setting `roll_back`).
         """
+        self._soundness.metric(name, float(value))
+        if self.rehearsing or fabric.interrupted:
+            return  # of an attempt that is void
         self._checkpoints.metric(name, value)
         self._telemetry.metric(name, float(value))
+
+    def bad_batch(self, reason: str) -> None:
+        """Inside `step()`, ahead of optimizer.step(): leave this batch out on all ranks and take the next one.
+
+        The rest of the block still runs, for nothing.
+        """
+        self._soundness.bad_batch(reason)
 
     def steps(self, loader: Iterable[Any] | None = None, *, until: int | None = None) -> Iterator[Any]:
         """Hand out batches (or step numbers, without a loader) until `until` updates are complete.
@@ -150,9 +196,14 @@ class Job:
         """
         if loader is None and until is None:
             raise StateError("job.steps() needs a loader, until=, or both")
+        if self._dealer is not None and dealer_of(loader) is not self._dealer:
+            raise StateError(
+                "job.steps() was given a loader that takes no batches from job.deal(): DataLoader(dataset, batch_sampler=dealer)"
+            )
         self._in_steps = True
         self._cursor = Cursor(loader, endless=until is not None)
-        if self._checkpoints.on and self.rank == 0:
+        self._cursor.on_skip = self._soundness.skipped
+        if self._checkpoints.on and self.rank == self.seats[0]:
             self._cursor.warn_if_stateless()
         self._buffers = BufferGuard(self._tracked.buffers())
         self._snapshots.begin()
@@ -181,7 +232,7 @@ class Job:
             yield self._batch
             self._enter(Phase.OUTSIDE)
 
-    def step(self) -> _Step:
+    def step(self) -> Step:
         """One whole update: forward, backward, optimizer.step(). Code after the block also runs after a void one."""
         return self._step
 
@@ -287,6 +338,7 @@ class Job:
         self._enter(Phase.RUN_OUT if fabric.interrupted else Phase.COMPUTE)
         fabric.shield(True)
         self._buffers.before_step()
+        self._soundness.look()
         self._votes.agree()
         self._snapshots.agree()
         self._checkpoints.agree()
@@ -336,19 +388,3 @@ class Job:
             self._announce = -1
         else:
             self._durations.append(took)
-
-
-class _Step(contextlib.AbstractContextManager["_Step"]):
-    """What `job.step()` gives: enter and leave an attempt."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __enter__(self) -> _Step:
-        self._job._begin_attempt()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return self._job._end_attempt(error)

@@ -129,6 +129,7 @@ def _form_first(link: AgentLink, assignment: Assign) -> None:
         )
     )
     plan = link.wait_for_plan(assignment.generation)
+    fabric.nodes = plan.nodes
     try:
         fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port))
     except RuntimeError:

@@ -54,13 +54,16 @@ def load(job: Job, step: Step) -> None:
 def _small_of(step: Step, rank: int, world_size: int) -> Small:
     """This rank's own small state; with another number of ranks, the nearest to it."""
     before = step.commit.world_size
+    kept = rank % before if rank % before in step.manifests else min(step.manifests)
     try:
-        small = decode(step.manifests[rank % before].small)
+        small = decode(step.manifests[kept].small)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"the small state of rank {rank % before} cannot be read: {error}") from error
-    if before == world_size:
+        raise CheckpointError(f"the small state of rank {kept} cannot be read: {error}") from error
+    if kept == rank and before == world_size:
         return small
     position = small.position
+    if position.terms is not None:  # dealt: batches are counted for the whole job, and begin anywhere
+        return small if kept == rank else msgspec.structs.replace(small, random=rng.capture())
     if rank == 0:
         print(
             f"rerail: saved by {_ranks(before)}, read by {world_size}: the tensors are exact, the place in the data is that "

@@ -1,7 +1,7 @@
 """What each rank saves under which name: turns the tracked objects into pieces of the job's tensors.
 
 Names do not depend on wrappers, ranks or layout, so that a step saved under FSDP2 can be read under DDP. Of ranks that
-hold the same part the lowest one saves it. State that is known to belong to one rank alone carries that rank in its name.
+hold the same part the lowest one that is there saves it. State that is known to belong to one rank alone carries that rank in its name.
 Called by `session.snapshotting` and `session.loading`.
 """
 
@@ -58,15 +58,18 @@ class Pieces:
         """Places that hold something else, such as None."""
         self._found: list[Piece] = []
         self._own_buffers = False
+        self._seats: tuple[int, ...] = ()
 
-    def all(self, *, own_buffers: bool = False) -> list[Piece]:
+    def all(self, *, own_buffers: bool = False, seats: tuple[int, ...] = ()) -> list[Piece]:
         """Everything large. `own_buffers`: each rank's buffers are its own, because they change without the others.
+        `seats`: the ranks that are there; empty: all.
 
         The very same list as before, if every tensor is where it was.
         """
-        if own_buffers == self._own_buffers and self._still_there() and not self._tracked.objects:
+        asked = (own_buffers, seats or tuple(range(self._world)))
+        if asked == (self._own_buffers, self._seats) and self._still_there() and not self._tracked.objects:
             return self._found
-        self._own_buffers = own_buffers
+        self._own_buffers, self._seats = asked
         self._covered = self._tracked.ddp_members()
         places = list(self._walk())
         self._places = [(place, _address(place.tensor)) for place in places]
@@ -139,7 +142,7 @@ class Pieces:
             ranks |= set(mesh.mesh.flatten().tolist())
         if len(holders) * shards != self._world:
             name = owned_name(min(ranks), name)
-        saved = self._rank == min(holders) and (part.numel() > 0 or shards == 1)
+        saved = self._rank == min(rank for rank in holders if rank in self._seats) and (part.numel() > 0 or shards == 1)
         return Piece(name, part, whole, start, saved, changing)
 
     def _holders(self, parameter: torch.Tensor) -> set[int]:

@@ -54,6 +54,8 @@ class Rejoiner:
 
     def begin(self) -> Iterator[Any]:
         """Newcomer: rehearse alone, then join. Everyone else: restore what an earlier process of this rank left."""
+        self._job._soundness.watch = self._assignment.back.watch
+        self._job._cursor.leave_out(self._assignment.back.skips)
         if self._joined:
             if self._start_from_memory_or_disk():
                 yield from self._warm_up()
@@ -74,9 +76,13 @@ class Rejoiner:
         """What earlier processes of these ranks left in memory is newer than what they saved."""
         job = self._job
         job._checkpoints.claim()
+        limit = self._assignment.back.trusted
+        if limit >= 0:
+            job._snapshots.drop_behind(limit)
+            job._snapshots.drop_unsound()
         if self._assignment.restored and restore.from_arenas(job):
             return True
-        return job._checkpoints.on and job._checkpoints.restore()
+        return job._checkpoints.on and job._checkpoints.restore(limit)
 
     def _warm_up(self) -> Iterator[Any]:
         """After a restart: as many bodies as the run before had seen, since DDP's first steps sum in another order.
@@ -99,12 +105,16 @@ class Rejoiner:
             job._ran_out = job._broke_off = -1
 
     def _rehearse(self) -> Iterator[Any]:
-        """Run the loop's body alone on the predecessor's batch, as often as it takes to be like the survivors."""
+        """Run the loop's body alone on the predecessor's batch, as often as it takes to be like the survivors.
+
+        In a seat that was empty, whose last rank left nothing, on the first batch there is.
+        """
         job = self._job
-        if not self._inherited:
+        if self._inherited:
+            restore.small(job, self._inherited[max(self._inherited)], fresh=True)
+        elif job._dealer is None:
             hearing.stop()
             return
-        restore.small(job, self._inherited[max(self._inherited)], fresh=True)
         job.rehearsing = True
         fabric.interrupted = True  # so that optimizer.step() ends every attempt
         if job._fetch(None):
@@ -145,7 +155,8 @@ class Rejoiner:
 
     def distrust(self, agreed: int) -> None:
         """The state in memory may be wrong: nothing later than `agreed` is to be gone on from, nor given to others."""
-        self._intact, self._agreed = False, agreed
+        self._intact, self._agreed = False, agreed if self._agreed < 0 else min(agreed, self._agreed)
+        self._job._snapshots.drop_behind(agreed)
 
     def repair(self, *, in_guard: bool = False) -> None:
         """Park and take part in new generations until one stands."""
@@ -161,7 +172,7 @@ class Rejoiner:
             try:
                 self._form(answer.plan)
                 return
-            except StateError:
+            except (StateError, JobStopped):
                 raise
             except RuntimeError as error:  # a peer was lost while wires were laid or state was moved
                 fabric.failed(error)
@@ -187,6 +198,7 @@ class Rejoiner:
             version=self._job._version,
             step_s=step_s,
             usual_step_s=usual_step_s,
+            elastic=self._job._elastic,
         )
         self._link.send(message)
 
@@ -199,11 +211,15 @@ class Rejoiner:
             return newest
         asked = self._assignment
         if asked.generation > fabric.generation:
-            return Interrupt(generation=asked.generation, store_rank=asked.store_rank)
+            return Interrupt(generation=asked.generation, store_rank=asked.store_rank, trusted=asked.back.trusted)
         return self._link.wait_for_verdict(fabric.generation)
 
     def _park(self, wanted: Interrupt, in_guard: bool) -> None:
         job, port = self._job, 0
+        if wanted.trusted >= 0:
+            self.distrust(wanted.trusted)
+            job._snapshots.drop_unsound()
+            job._checkpoints.distrust(wanted.trusted)
         if wanted.store_rank == job.rank:
             self._served, port = fabric.serve()
         faulthandler.cancel_dump_traceback_later()
@@ -214,7 +230,7 @@ class Rejoiner:
             smalls.add(job._small.version)
         if not job._has_batch and self._joined:
             smalls.add(job._version)  # between two steps: all of it is in memory
-        if job._has_batch and job._ran_out == job._version:
+        if job._has_batch and job._ran_out == job._version and (self._joined or not _changing(job)):
             smalls.add(job._version + 1)
         self._link.send(
             Parked(
@@ -230,6 +246,7 @@ class Rejoiner:
                 in_guard=in_guard,
                 guards=job._guards,
                 store_port=port,
+                elastic=job._elastic,
                 phases=self._phases,
             )
         )
@@ -240,14 +257,24 @@ class Rejoiner:
         return (job.rank,) if job._buffers.too_large else job._tracked.replicas(job.rank, job.world_size)
 
     def _form(self, plan: Plan) -> None:
-        job, started = self._job, time.monotonic()
+        job, started, before = self._job, time.monotonic(), self._job.seats
+        fabric.nodes = plan.nodes
+        if plan.members and job.rank not in plan.members:
+            raise JobStopped(f"the seat of rank {job.rank} is given up: the job goes on without it")
         served = self._served if plan.store_rank == job.rank else None
-        fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port))
+        fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port), plan.members)
         connected = time.monotonic()
         # From here until all is loaded this rank is not whole, and a fault must not find it called so.
         self._intact = self._intact and plan.sources[job.rank].kind == "own"
+        if not self._joined and job._clock is not None:
+            # what a predecessor has left that trained on while this process was made ready
+            self._inherited |= {version: from_journal(parts) for version, parts in job._clock.read_small().items()}
         job._checkpoints.moved(plan.depots)
+        job._soundness.watch = plan.back.watch
+        job._soundness.went_back(plan.version)
+        job._cursor.leave_out(plan.back.skips)
         restore.by_plan(job, plan, self._inherited)
+        job._checkpoints.left_by(sorted(set(before) - set(job.seats)), min(before))
         self._intact = self._joined = True
         self._agreed = -1
         fabric.collectives = 0  # counted from here on every rank alike, a newcomer included: who is behind can be seen
@@ -259,6 +286,16 @@ class Rejoiner:
         job._announce = plan.generation
         phases = {"communication": connected - started, "load": loaded - connected}
         self._link.send(Formed(rank=job.rank, generation=plan.generation, version=job._version, phases=phases))
+
+
+def _changing(job: Job) -> bool:
+    """Whether there are buffers that a step changes: what comes of it depends on weights that a newcomer does not have.
+
+    Where DDP hands rank 0's to all before each pass, it does not matter what the others have.
+    """
+    wrappers = list(job._tracked.ddp_wrappers())
+    handed_out = job.rank != 0 and bool(wrappers) and all(one.broadcast_buffers for one in wrappers)
+    return job._small is not None and bool(job._small.buffers) and not handed_out
 
 
 def can_retry(error: BaseException, tracked: Tracked) -> bool:

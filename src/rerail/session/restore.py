@@ -29,20 +29,31 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     source = plan.sources[job.rank]
     if source.kind == "snapshot":
         tensors(job, plan.version)
-    transfer.exchange(plan, job)
-    if source.kind != "snapshot" and plan.version == job._version and job._has_batch and job._small is not None:
+    received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
+    if received is not None:
+        _take_place(job, received)
+    elif source.kind != "snapshot" and plan.version == job._version and job._has_batch and job._small is not None:
         replay(job)
         job._buffers.from_journal(job._small.buffers)
         if source.kind == "own":
             job._tracked.load_small_objects(job._small.objects, {})
         else:  # a newcomer wrote down the schedule that it was built with; the true one came with the replica's state
             job._small = msgspec.structs.replace(job._small, objects=job._tracked.small_objects(scalars=False))
-    elif source.kind == "replica" and plan.version == job._version + 1 and job._ran_out == job._version:
+    elif (
+        source.kind == "replica"
+        and plan.version == job._version + 1
+        and job._ran_out == job._version
+        and plan.version not in inherited
+    ):
         _advance(job)
     elif source.kind != "own":
         _jump(job, plan.version, inherited)
     elif plan.version != job._version:
         raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {plan.version}")
+    if job._cursor.stale:  # this rank stays where it is, but not with the batch it has, or would take next
+        small(job, job._small if job._has_batch and job._small is not None else job._small_now(), fresh=True)
+    if job._dealer is not None and job._dealer.moved:
+        _deal_anew(job)
     job._tracked.clear_gradients()
     if any(one.kind == "snapshot" for one in plan.sources.values()):
         job._checkpoints.went_back(plan.generation)
@@ -51,6 +62,27 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
 def replay(job: Job) -> None:
     """The same batch again, under the random state that followed its fetching."""
     rng.restore(job._random_after)
+
+
+def _small_of(job: Job, plan: Plan, inherited: dict[int, Small]) -> Small:
+    """This rank's small state of the plan's version, for one who has none."""
+    if plan.sources[job.rank].kind == "own" and not job._has_batch:
+        return job._small_now()
+    return _written(job, plan.version, inherited)
+
+
+def _take_place(job: Job, state: Small) -> None:
+    """In a seat that was empty: where the sender is, with the random state that the script itself has come to."""
+    random = job._small.random if job._small is not None else rng.capture()
+    small(job, msgspec.structs.replace(state, random=random), fresh=True)
+
+
+def _deal_anew(job: Job) -> None:
+    """Others share the data now: what was fetched for this version, and ahead of it, is thrown away and dealt once more."""
+    if job._has_batch and job._small is not None:
+        small(job, job._small, fresh=True)
+    else:
+        job._cursor.go_back(job._version, job._cursor.position(), fresh=True)
 
 
 def _advance(job: Job) -> None:
@@ -62,7 +94,12 @@ def _advance(job: Job) -> None:
 
 
 def _jump(job: Job, version: int, inherited: dict[int, Small]) -> None:
-    """To a version whose small state is written down: in memory, in the step journal, or in the arena."""
+    """To a version whose small state is written down."""
+    small(job, _written(job, version, inherited), fresh=job._small is None)
+
+
+def _written(job: Job, version: int, inherited: dict[int, Small]) -> Small:
+    """The small state of a version, where it is written down: in memory, in the step journal, or in the arena."""
     found = inherited.get(version)
     if found is None and job._small is not None and job._small.version == version:
         found = job._small
@@ -71,7 +108,7 @@ def _jump(job: Job, version: int, inherited: dict[int, Small]) -> None:
         found = decode(arena.meta(version).small)
     if found is None:
         raise StateError(f"rank {job.rank} cannot go to version {version}: its small state is not known here")
-    small(job, found, fresh=job._small is None)
+    return found
 
 
 def small(job: Job, state: Small, *, fresh: bool) -> None:
@@ -128,7 +165,7 @@ def from_arenas(job: Job) -> bool:
     if plan.sources[job.rank].kind == "snapshot":
         tensors(job, plan.version)
     with hearing.paused():
-        transfer.exchange(plan, job)
+        transfer.exchange(plan, job, lambda: decode(arena.meta(plan.version).small))
     small(job, decode(arena.meta(plan.version).small), fresh=True)
     return True
 

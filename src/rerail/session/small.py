@@ -50,7 +50,7 @@ def to_journal(small: Small) -> tuple[bytes, bytes]:
     if _newest[0] is not now or _newest[1] is not place.epoch_random:
         _newest = now, place.epoch_random, _encoder.encode((now, place.epoch_random))
     # a tuple encodes like the structs it is read as, and is made faster
-    position = (place.epoch, place.index, None, place.loader, place.samples)
+    position = (place.epoch, place.index, None, place.loader, place.samples, place.terms)
     body = (small.version, _BLANK, position, small.objects, small.buffers, small.snapshot_every, small.saves)
     return _encoder.encode(body), _newest[2]
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rerail.checkpoint.arena import Arena, NoRoom
+from rerail.checkpoint.dtypes import view_of
 from rerail.checkpoint.layout import Piece, plan
 from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.stream import Stream
@@ -34,6 +35,7 @@ from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
 from rerail.session.small import Small, encode
+from rerail.session.soundness import any_nan
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -42,6 +44,11 @@ AGREE_AT = (4, 32, 256)
 """Versions at whose start the interval is agreed: soon, and again when the step time has settled."""
 UNTIL_AGREED = 2
 LONGEST = 1000
+
+
+def _near(rank: int, other: int) -> bool:
+    """On the same node: what is kept on one node goes with it, so each keeps its own."""
+    return not fabric.nodes or fabric.nodes[rank] == fabric.nodes[other]
 
 
 class Snapshotter:
@@ -67,7 +74,7 @@ class Snapshotter:
         self._only_for_saves = False
         self._cannot_save = ""
         """Why this rank's state cannot be saved at all."""
-        self._first_of_replicas = True
+        self._replicas: tuple[int, ...] = (job.rank,)
 
     def begin(self) -> None:
         """Before the first step: memory of our own, where there is no agent to lend some and checkpoints need it."""
@@ -75,9 +82,7 @@ class Snapshotter:
             self.arena = Arena(os.memfd_create("rerail-arena", os.MFD_CLOEXEC))
             self._only_for_saves = True
         if self.arena is not None:
-            self._first_of_replicas = (
-                min(self._job._tracked.replicas(self._job.rank, self._job.world_size)) == self._job.rank
-            )
+            self._replicas = self._job._tracked.replicas(self._job.rank, self._job.world_size)
             slots = self._job._checkpoints.in_flight + 1
             self._stager = Stager(self.arena, slots=slots, overlap=self._job._attempt.watched > 0, most=self._most)
             self._job._checkpoints.begin(self.arena.fd)
@@ -98,7 +103,7 @@ class Snapshotter:
         return tuple(seal.version for seal in self.arena.seals()) if self.arena is not None else ()
 
     def take_if_due(self, small: Small, *, last: bool = False, tries: int = 2) -> None:
-        """Copy this version if it is its turn. Only one of several replicas copies tensors."""
+        """Copy this version if it is its turn. Of several replicas on a node only one copies tensors."""
         job, version = self._job, self._job._version
         save = job._checkpoints.due(version) or (last and job._checkpoints.on)
         due = version % self.every == 0 and not self._only_for_saves and self._stager is not None
@@ -107,8 +112,9 @@ class Snapshotter:
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))
-            keeper = job._buffers.too_large or self._first_of_replicas
-            pieces = self._pieces.all(own_buffers=job._buffers.too_large) if keeper else []
+            first = min(rank for rank in self._replicas if rank in job.seats and _near(rank, job.rank))
+            keeper = job._buffers.too_large or first == job.rank
+            pieces = self._pieces.all(own_buffers=job._buffers.too_large, seats=job.seats) if keeper else []
             if self._stager is None:
                 self._save_from_tensors(pieces, encode(full))
                 return
@@ -179,6 +185,13 @@ class Snapshotter:
         self.settle()
         if self.arena is not None:
             self.arena.drop_behind(version)
+
+    def drop_unsound(self) -> None:
+        """Nor what holds numbers that are none."""
+        for version in self.versions():
+            entries = self.arena.meta(version).entries if self.arena is not None else ()
+            if self.arena is not None and any_nan([view_of(self.arena.image(version), one) for one in entries]):
+                self.arena.drop(version)
 
     def settle(self) -> None:
         """Nothing is being copied any more: the state may be replaced."""

@@ -8,8 +8,10 @@ Why something newer is not taken is told and written to the journal. Called by `
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +23,9 @@ from rerail.checkpoint.names import StepId
 from rerail.checkpoint.reading import Damaged, mark
 from rerail.checkpoint.tiers import Tier
 from rerail.errors import CheckpointError, StateError
-from rerail.session import loading
+from rerail.session import loading, reaching
 from rerail.session.fabric import hearing
+from rerail.session.soundness import any_nan
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -34,15 +37,17 @@ Tell = Callable[[str, int, str], None]
 class Starter:
     """One start of a job on one rank."""
 
-    def __init__(self, job: Job, tiers: Sequence[Tier], tell: Tell) -> None:
+    def __init__(self, job: Job, tiers: Sequence[Tier], tell: Tell, limit: int = -1) -> None:
         self._job, self._tiers, self._tell = job, list(tiers), tell
+        self._limit = limit
+        """Nothing later is to be trusted; -1: there is no such limit."""
         self._seen = 0
         """Steps that are there, or may be: with any of them, the job does not begin anew."""
 
     def start(self) -> bool:
         """Load the newest step that every rank can read. False if there is none. All ranks together."""
         job = self._job
-        steps = catalog.whole(self._reachable() if job.rank == 0 else [], self._passed_over)
+        steps = filter(self._is_early, catalog.whole(self._reachable() if job.rank == 0 else [], self._passed_over))
         while True:
             chosen = told_by_rank_0(job, self._candidate(next(steps, None)) if job.rank == 0 else [0] * 5)
             if not chosen[0]:
@@ -61,7 +66,11 @@ class Starter:
         """Whether all ranks could load it."""
         job, started, well = self._job, time.monotonic(), True
         try:
+            if job.rank and len(self._tiers) > 1 and not reaching.answering([tier], write=False):
+                raise CheckpointError(f"{tier.url} does not answer")
             loading.load(job, catalog.open_step(tier, step))
+            if self._limit >= 0 and any_nan(job._tracked.trained_tensors()):
+                raise CheckpointError("it holds numbers that are none")
         except (OSError, CheckpointError, StateError) as error:
             well = False
             if isinstance(error, Damaged):  # so that nobody counts on this step any more
@@ -78,8 +87,10 @@ class Starter:
 
     def _reachable(self) -> list[Tier]:
         """Places that can be looked at. The others may hold the newest step, so that beginning anew is out of question."""
-        found = []
-        for tier in self._tiers:
+        found, say = [], partial(self._tell, "failed", -1)
+        answering = reaching.some_answering(self._tiers, say, write=False)
+        self._seen += len(self._tiers) - len(answering)
+        for tier in answering:
             try:
                 for one in catalog.folders(tier):
                     if not one.committed and names.COPYING not in tier.names(one.id.folder):
@@ -98,6 +109,17 @@ class Starter:
             return [0, self._seen, 0, 0, 0]
         self._seen += 1
         return [1, *step.id, self._tiers.index(step.tier)]
+
+    def _is_early(self, step: Step) -> bool:
+        """Whether it is from before the training went wrong. Of this very job, nobody is to take it later, either."""
+        if self._limit < 0 or step.id.step <= self._limit:
+            return True
+        why = f"it is later than step {self._limit}, behind which the training had gone wrong"
+        if step.commit.job == os.environ.get("TORCHELASTIC_RUN_ID", ""):
+            catalog.distrust([step.tier], step.id, why)
+        self._seen += 1
+        self._tell("passed_over", step.id.step, f"{step.tier.url}/{step.id.folder} is passed over: {why}")
+        return False
 
     def _passed_over(self, found: catalog.Found, error: Exception) -> None:
         self._seen += 1

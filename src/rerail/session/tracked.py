@@ -196,6 +196,10 @@ class Tracked:
 
     # --- who holds the same ---
 
+    def has_scaler(self) -> bool:
+        """Whether steps whose gradients overflow are left out by a GradScaler."""
+        return any(isinstance(one, torch.amp.GradScaler) for one in self.objects.values())
+
     def has_ddp(self) -> bool:
         return bool(self.ddp_wrappers())
 
@@ -204,11 +208,7 @@ class Tracked:
         if self._ddp is None:
             parts = [part for module in self.modules.values() for part in module.modules()]
             inside = [part for part in parts if isinstance(part, DistributedDataParallel)]
-            known, plain_ones = set(map(id, inside)), set(map(id, parts))
-            # by type, not isinstance(): there are objects that do things when asked what they are
-            every = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
-            around = [one for one in every if id(one) not in known and id(one.module) in plain_ones]
-            self._ddp = inside + around
+            self._ddp = inside + (_around(parts) if any(map(_is_bare, self.modules.values())) else [])
         return self._ddp
 
     def has_fsdp(self) -> bool:
@@ -251,6 +251,19 @@ class Tracked:
                     ranks = ranks.select(dim, coordinate[dim])
             return set(ranks.flatten().tolist())
         return set(range(world_size)) if self.replicated or world_size == 1 else {rank}
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether nothing inside says how it is kept alike; then something outside may."""
+    return not any(isinstance(part, DistributedDataParallel | FSDPModule) for part in module.modules())
+
+
+def _around(parts: list[nn.Module]) -> list[DistributedDataParallel]:
+    """Wrappers of these modules that are not among them. It takes a tenth of a second."""
+    known = set(map(id, parts))
+    # by type, not isinstance(): there are objects that do things when asked what they are
+    every = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
+    return [one for one in every if id(one) not in known and id(one.module) in known]
 
 
 def _layout_of(module: nn.Module, world_size: int, wrappers: list[DistributedDataParallel]) -> str:

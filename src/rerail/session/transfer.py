@@ -6,7 +6,7 @@ in its own, in one order that is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from rerail.runtime.plans import Plan
 from rerail.session import plain
+from rerail.session.fabric import fabric
+from rerail.session.small import Small, decode, encode
 from rerail.session.tracked import Entry, table_of
 
 if TYPE_CHECKING:
@@ -32,36 +34,45 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     objects: bytes
     snapshot_every: int
     next_save: int
+    agreed: int = -1
+    """The newest version on which the replicas agreed."""
+    small: bytes = b""
+    """The sender's small state of this version, where the receiver has none of its own."""
 
 
-def exchange(plan: Plan, job: Job) -> None:
-    """Send to those who take their state from this rank; receive if this rank is one of them."""
+def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | None:
+    """Send to those who take their state from this rank; receive if this rank is one of them.
+
+    Where the plan says that the receiver has no small state of its own, the sender's comes along and is given back here.
+    """
+    received = None
     for receiver, source in sorted(plan.sources.items()):
         if source.kind != "replica":
             continue
         if source.rank == job.rank:
-            _send(receiver, job)
+            _send(receiver, job, encode(own_small()) if source.small else b"")
         elif receiver == job.rank:
-            _receive(source.rank, job)
+            received = _receive(source.rank, job)
+    return received
 
 
-def _send(receiver: int, job: Job) -> None:
+def _send(receiver: int, job: Job, told: bytes) -> None:
     tensors = job._tracked.tensors()
     objects = job._tracked.small_objects(scalars=True)
     small = job._small if job._has_batch else None
     # of this version, not what a void attempt at its step has agreed on: that will be agreed on once more, by all
     every = small.snapshot_every if small is not None else job._snapshots.every
     next_save = small.saves[1] if small is not None else job._checkpoints.next_save
-    header = Header(table_of(tensors), objects, every, next_save)
+    header = Header(table_of(tensors), objects, every, next_save, job._votes.agreed, told)
     head = msgspec.msgpack.encode(header)
     dist.send(torch.tensor([len(head)], dtype=torch.int64), receiver)
     dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), receiver)
     for parcel in _parcels(list(tensors.values())):
         whole = parcel[0].contiguous() if len(parcel) == 1 else torch.cat([tensor.reshape(-1) for tensor in parcel])
-        dist.send(whole, receiver)
+        dist.send(whole.cpu() if _by_host(whole) else whole, receiver)
 
 
-def _receive(sender: int, job: Job) -> None:
+def _receive(sender: int, job: Job) -> Small | None:
     tracked = job._tracked
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, sender)
@@ -70,10 +81,11 @@ def _receive(sender: int, job: Job) -> None:
     header = msgspec.msgpack.decode(plain.tensor_bytes(head), type=Header)
     received = tracked.prepare(header.table)
     for parcel in _parcels(received):
-        if len(parcel) == 1 and parcel[0].is_contiguous():
+        if len(parcel) == 1 and parcel[0].is_contiguous() and not _by_host(parcel[0]):
             dist.recv(parcel[0], sender)
             continue
-        whole = torch.empty(sum(t.numel() for t in parcel), dtype=parcel[0].dtype, device=parcel[0].device)
+        device = torch.device("cpu") if _by_host(parcel[0]) else parcel[0].device
+        whole = torch.empty(sum(t.numel() for t in parcel), dtype=parcel[0].dtype, device=device)
         dist.recv(whole, sender)
         at = 0
         for tensor in parcel:
@@ -83,6 +95,13 @@ def _receive(sender: int, job: Job) -> None:
     named = {name: tensor for (name, *_), tensor in zip(header.table, received, strict=True)}
     tracked.load_small_objects(header.objects, named)
     job._snapshots.every, job._checkpoints.next_save = header.snapshot_every, header.next_save
+    job._votes.agreed = max(job._votes.agreed, header.agreed)
+    return decode(header.small) if header.small else None
+
+
+def _by_host(tensor: torch.Tensor) -> bool:
+    """gloo sends no messages out of a GPU's memory, nor into it."""
+    return tensor.is_cuda and "nccl" not in fabric.inner_backend
 
 
 def _parcels(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -8,16 +8,17 @@ When they differ, the controller has all ranks go back to one and compute the sa
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from rerail.config import settings_of_rank
-from rerail.errors import JobStopped
 from rerail.runtime.clock import Phase
 from rerail.runtime.wire import Voted
 from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.soundness import wait_to_go_back
 from rerail.session.traces import Traces
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ WORD = 8
 """Bytes that are added up at a time. Narrower words are ten times as slow."""
 EXCHANGE_S = 0.0005
 """Seconds that one small all-reduce takes, about."""
-REMIND_S = 5.0
-"""The controller may have been lost together with what it was told."""
-LOOK_S = 0.01
 TRIES = 5
 """Times to go back before it counts as vain. Once is enough where all come to the same different results again."""
 _SET, _BACK, _DISPUTED, _SAME, _TRIES, _TRACES, _HEAD = range(7)
@@ -49,7 +47,7 @@ class Votes:
         self._replicas: tuple[int, ...] | None = None
         self.cost_s = 0.0
         """What the newest vote cost this rank; to wait for others is no cost, they would be waited for anyway."""
-        self._agreed = -1
+        self.agreed = -1
         """The newest version on which all replicas agreed."""
         self._disputed = -1
         """The version at which they differed last, and what this rank said then."""
@@ -88,12 +86,14 @@ class Votes:
         if table is None:
             return
         job, version, sets = self._job, self._job._version, _sets(table)
+        rows = list(table.values())
         differ = {first: votes for first, votes in sets.items() if len(set(votes.values())) > 1}
-        again = version == max(row[_DISPUTED] for row in table)
-        tries = max(row[_TRIES] for row in table)
+        again = version == max(row[_DISPUTED] for row in rows)
+        tries = max(row[_TRIES] for row in rows)
         if again and differ and all(table[rank][_SAME] for votes in differ.values() for rank in votes):
             tries = TRIES
-        back = min(row[_BACK] for row in table) if differ and tries < TRIES else -1
+        safe = [row[_BACK] for row in rows] if differ and tries < TRIES else []
+        back = go_back_to(safe, saved=job._checkpoints.on)
         peers = sorted(sets.get(table[job.rank][_SET], {}))
         far: dict[int, float] = {}
         if back >= 0:
@@ -107,64 +107,65 @@ class Votes:
             word = Voted(generation=fabric.generation, version=version, sums=told[job.rank], back=back, far=far)
         self._told = bool(differ)
         if not differ:
-            self._agreed = version
+            self.agreed = version
             self._tries = 0 if self._tries < TRIES and version >= self._disputed else self._tries
         elif back >= 0:
             self._disputed, self._first, self._tries = version, tuple(table[job.rank][_HEAD:]), tries + 1
-            self._wait_to_go_back(word)
+            self._wait_to_go_back(word, max(self.agreed, back))
             return
         else:
             self._tries = tries
         if word is not None and self._link is not None:
             self._link.send(word)
 
-    def _exchange(self) -> list[list[int]] | None:
-        """What every rank says; None if a fault got in between."""
+    def _exchange(self) -> dict[int, list[int]] | None:
+        """What every rank that is there says; None if a fault got in between."""
         job = self._job
         if self._replicas is None:
             self._replicas = job._tracked.replicas(job.rank, job.world_size)
+        peers = [rank for rank in self._replicas if rank in job.seats]
         votes, began = torch.zeros(GROUPS, dtype=torch.int64), time.monotonic()
-        if len(self._replicas) > 1:
+        if len(peers) > 1:
             votes = sums(job._tracked.trained_tensors())
         self.cost_s = time.monotonic() - began + EXCHANGE_S
         votes = votes.cpu()
         same = job._version == self._disputed and tuple(votes.tolist()) == self._first
-        head = [self._replicas[0], self._safe(), self._disputed, int(same), self._tries, self._traces.count]
+        head = [peers[0], self._safe(), self._disputed, int(same), self._tries, self._traces.count]
         table = torch.zeros(job.world_size, _HEAD + GROUPS, dtype=torch.int64)
         table[job.rank] = torch.cat([torch.tensor(head, dtype=torch.int64), votes])
         with hearing.paused():
             dist.all_reduce(table)
         found: list[list[int]] = table.tolist()
-        return found if fabric.mode is Mode.LIVE else None
+        return {rank: found[rank] for rank in job.seats} if fabric.mode is Mode.LIVE else None
 
     def _safe(self) -> int:
         """The newest version to which this rank can go back and on which the replicas agreed."""
         kept = self._job._snapshots.small_versions()
-        return max((version for version in kept if version <= self._agreed), default=-1)
+        return max((version for version in kept if version <= self.agreed), default=-1)
 
-    def _wait_to_go_back(self, word: Voted | None) -> None:
-        """What this rank holds is not to be trusted, nor what it has kept of it since."""
+    def _wait_to_go_back(self, word: Voted | None, agreed: int) -> None:
+        """What this rank holds is not to be trusted, nor what it has kept of it since they agreed."""
         job, link = self._job, self._link
         if job._rejoin is None or link is None:
             return
-        job._rejoin.distrust(self._agreed)
-        job._snapshots.drop_behind(self._agreed)
-        job._enter(Phase.PARKED)
-        while not fabric.interrupted:
-            if word is not None:
-                link.send(word)
-            until = time.monotonic() + REMIND_S
-            while not fabric.interrupted and time.monotonic() < until:
-                if link.stop is not None:
-                    raise JobStopped(link.stop.reason)
-                time.sleep(LOOK_S)
-        job._enter(Phase.RUN_OUT)
+        job._rejoin.distrust(agreed)
+        wait_to_go_back(job, link, word)
 
 
-def _sets(table: list[list[int]]) -> dict[int, dict[int, tuple[int, ...]]]:
+def go_back_to(safe: Sequence[int], *, saved: bool) -> int:
+    """Where all go back to, by what each of them can; -1: they stay.
+
+    A process that has not voted yet knows of no such version. Where the job is saved it has no veto: it may have been left what it needs,
+    and if not, all start again from a checkpoint of before.
+    """
+    known = [version for version in safe if version >= 0]
+    return min(known, default=-1) if saved or len(known) == len(safe) else -1
+
+
+def _sets(table: dict[int, list[int]]) -> dict[int, dict[int, tuple[int, ...]]]:
     """The votes of every set of replicas, by the first rank of the set."""
     found: dict[int, dict[int, tuple[int, ...]]] = {}
-    for rank, row in enumerate(table):
+    for rank, row in table.items():
         found.setdefault(row[_SET], {})[rank] = tuple(row[_HEAD:])
     return {first: votes for first, votes in found.items() if len(votes) > 1}
 

@@ -1,0 +1,153 @@
+"""`rerail policy replay`: walks the journal of a job and says what a policy would have done, beside what was done.
+
+Called by `cli.policy`. Nothing is run again: each decision of the journal is held against the policy with the rungs that were
+feasible then, and each event goes through the ledger at the time it had.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rerail.config import Settings
+from rerail.decide.escalate import Change
+from rerail.decide.policy import Verdict
+from rerail.detect.levels import Levels
+from rerail.flow import AnyRecord, Candidate, Decision, Diagnosis, Event, Rung, Signal
+from rerail.report.summary import find_run
+from rerail.runtime.handling import Handling
+from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.wording import counted
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision, as it was and as it would be."""
+
+    at: float
+    code: str
+    node: str
+    done: Rung
+    would: Rung
+    why: str
+    verdict: Verdict
+
+
+def replay(name: str, settings: Settings, origin: str, *, as_json: bool) -> int:
+    """Print both, beside one another."""
+    path = _journal_of(name)
+    journal = Journal(path, read_only=True)
+    try:
+        records, placed = journal.records(), journal.state().get("placement", [])
+    finally:
+        journal.close()
+    handling = Handling(settings, Levels.of(settings).catalog(), _job(records))
+    handling.members = frozenset(
+        {f"node:{node}" for node, _ in placed}
+        | {f"device:{node}/{number}" for node, slots in placed for number in range(int(slots))}
+    )
+    steps, changes = walk(records, handling)
+    if as_json:
+        shown: dict[str, Any] = {
+            "journal": str(path),
+            "policy": origin,
+            "decisions": [msgspec.to_builtins(step) for step in steps],
+            "changes": [msgspec.to_builtins(change) for change in changes],
+            "quarantine": sorted(handling.ledger.quarantine),
+        }
+        print(json.dumps(shown))
+    else:
+        print("\n".join(_described(steps, changes, handling, origin)))
+    return 0
+
+
+def walk(records: list[AnyRecord], handling: Handling) -> tuple[list[Step], list[Change]]:
+    """All decisions, and what the ledger would have come to."""
+    diagnoses = {one.id: one for one in records if isinstance(one, Diagnosis)}
+    signals = {one.id: one for one in records if isinstance(one, Signal)}
+    steps: list[Step] = []
+    changes: list[Change] = []
+    for record in records:
+        if isinstance(record, Event):
+            payload = signals[record.cause_id].payload if record.cause_id in signals else {}
+            subject, over = str(payload.get("subject", "")), bool(payload.get("over"))
+            changes += _ticks(handling, record.at)
+            changes += handling.heard(record, subject, over=over, once=payload.get("detector") in (None, "kernel_log"))
+        elif isinstance(record, Decision) and record.cause_id in diagnoses:
+            steps.append(_step(record, diagnoses[record.cause_id], handling))
+    end = max((record.at for record in records), default=0.0)
+    return steps, [*changes, *_ticks(handling, end + handling.book.storm_s)]
+
+
+def _ticks(handling: Handling, until: float) -> list[Change]:
+    """All deadlines up to a time, one after another."""
+    changes: list[Change] = []
+    while (due := handling.next_deadline()) is not None and due <= until:
+        before = handling.ledger
+        changes += handling.tick(due)
+        if handling.ledger == before:
+            break
+    return changes
+
+
+def _step(decision: Decision, diagnosis: Diagnosis, handling: Handling) -> Step:
+    verdict = handling.verdict(diagnosis.code, node=diagnosis.node)
+    if decision.rung in verdict.rungs:
+        would, why = decision.rung, "the policy allows it"
+    else:
+        would = _cheapest(decision.candidates, verdict)
+        why = f"rule {verdict.rule} does not allow {decision.rung}"
+    return Step(
+        at=decision.at,
+        code=diagnosis.code,
+        node=diagnosis.node,
+        done=decision.rung,
+        would=would,
+        why=why,
+        verdict=verdict,
+    )
+
+
+def _cheapest(candidates: tuple[Candidate, ...], verdict: Verdict) -> Rung:
+    """Of what could be done then and may be done now; the job is stopped where nothing is left."""
+    found = [one for one in candidates if one.feasible and one.rung in verdict.rungs and one.rung is not Rung.STOP]
+    return min(found, key=lambda one: one.expected.total).rung if found else Rung.STOP
+
+
+def _described(steps: list[Step], changes: list[Change], handling: Handling, origin: str) -> list[str]:
+    lines = []
+    for step in steps:
+        mark = "same" if step.done is step.would else "other"
+        lines.append(
+            f"{_clock(step.at)}  {step.code} on {step.node}: done {step.done}, would {step.would} ({mark}: {step.why})"
+        )
+        lines.append(
+            f"          {step.verdict.axes}" + (f", muted for {step.verdict.mute_s:g} s" if step.verdict.mute_s else "")
+        )
+    lines += [f"{_clock(change.at)}  {change.what}: {change.text}" for change in changes]
+    other = sum(step.done is not step.would for step in steps)
+    lines.append(
+        f"{origin}: {counted(len(steps), 'decision')}, {other} of them otherwise; "
+        f"{counted(len(handling.ledger.quarantine), 'thing')} would be in quarantine"
+    )
+    return lines
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _journal_of(name: str) -> Path:
+    path = Path(name)
+    if name and path.is_file():
+        return path
+    if name and (path / FILE_NAME).is_file():
+        return path / FILE_NAME
+    return find_run(name) / FILE_NAME
+
+
+def _job(records: list[AnyRecord]) -> str:
+    return next((record.job for record in records), "")

@@ -1,0 +1,67 @@
+"""Devices that are being reset while the other ranks wait: the first half of that rung. Kept by `recover.execute`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rerail.flow import Place, new_id
+from rerail.runtime.fleet import Fleet, Rank
+from rerail.runtime.orders import Chore, ChoreDone, Vacate
+
+LIMIT_S = 200.0
+"""Seconds a reset may take; the agent itself gives up somewhat earlier."""
+RESET = "reset"
+
+
+@dataclass
+class Reset:
+    """One device."""
+
+    rank: int
+    place: Place
+    since: float
+    answer: ChoreDone | None = None
+
+
+@dataclass
+class Resets:
+    """All of one repair."""
+
+    fleet: Fleet
+    waiting: dict[str, Reset] = field(default_factory=dict)
+    finished: list[Place] = field(default_factory=list)
+    """Reset with success, for whoever counts them; the controller empties it."""
+
+    def begin(self, rank: Rank, now: float) -> None:
+        """End what is left of the rank there, and have its device reset."""
+        order = Chore(id=new_id("chore"), kind=RESET, device=rank.local_rank)
+        agent = self.fleet.agent_of(rank.rank)
+        agent.send(Vacate(generation=self.fleet.generation, ranks=(rank.rank,)))
+        agent.send(order)
+        self.waiting[order.id] = Reset(rank.rank, rank.place, now)
+
+    def heard(self, answer: ChoreDone) -> bool:
+        """False: it is about something else."""
+        if answer.id not in self.waiting:
+            return False
+        self.waiting[answer.id].answer = answer
+        return True
+
+    def done(self) -> list[Rank]:
+        """Ranks whose device is as good as new; each is named once."""
+        ready = [key for key, one in self.waiting.items() if one.answer is not None and one.answer.ok]
+        resets = [self.waiting.pop(key) for key in ready]
+        self.finished += [one.place for one in resets]
+        return [self.fleet.ranks[one.rank] for one in resets]
+
+    def failed(self, now: float) -> str:
+        """Why one of them comes to nothing, or nothing."""
+        for one in self.waiting.values():
+            if one.answer is not None and not one.answer.ok:
+                return f"device {one.place} could not be reset: {one.answer.text.splitlines()[-1] if one.answer.text else ''}"
+            if now >= one.since + LIMIT_S:
+                return f"device {one.place} was not reset within {LIMIT_S:.0f} s"
+        return ""
+
+    def deadline(self) -> float | None:
+        return min((one.since + LIMIT_S for one in self.waiting.values()), default=None)

@@ -1,0 +1,259 @@
+"""Keeps ranks out of places that are not to be used, and finds those that had better leave theirs.
+
+Turns what is told of machines (`Handling` says what it means) into `Fleet.isolated`, which every placement asks, and into the
+diagnosis that makes a rank move although it still works. Called by `runtime.controller`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from rerail.decide.axes import Admission, Axes, Repair, Running
+from rerail.decide.budget import EVACUATE
+from rerail.decide.escalate import Change, Ledger, What
+from rerail.decide.quarantine import Entry
+from rerail.decide.subjects import kind_of
+from rerail.detect.kernel_log import KernelLog
+from rerail.flow import Diagnosis, Event, Place, Signal, new_id
+from rerail.runtime.fleet import Fleet, Rank, RankState
+from rerail.runtime.handling import Handling
+from rerail.runtime.orders import Chore, ChoreDone
+from rerail.wording import ranks
+
+WHOLE_NODE = -1
+SAID = (What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION, What.BACK)
+"""Changes that are worth a line on the screen."""
+MANUAL = "place.quarantined"
+"""Code of an evacuation that no fault has led to."""
+TRIES = 3
+"""Times that a rank is to leave a place for the same better ones: another fault may have come in between."""
+
+
+class Passing(NamedTuple):
+    """A fault that stands."""
+
+    event: Event
+    axes: Axes
+
+
+class Tried(NamedTuple):
+    """How a rank was to leave its place, and did not."""
+
+    free: frozenset[Place]
+    """Where it could have gone."""
+    times: int
+
+
+class Isolation:
+    """What is out of use, and who is there."""
+
+    def __init__(self, fleet: Fleet, handling: Handling, tell: Callable[[str], None]) -> None:
+        self._fleet, self._handling, self._tell = fleet, handling, tell
+        self._passing: dict[tuple[str, str], Passing] = {}
+        """Faults that keep new work away for as long as they stand, by code and subject."""
+        self._seen: Ledger | None = None
+        self._checks: dict[str, str] = {}
+        """Checks of what is on probation, by the order: those under way, and those that failed."""
+        self._tried: dict[tuple[int, Place], Tried] = {}
+        """Ranks that were to leave a place and did not, or had nowhere to go."""
+        self.refresh()
+
+    def heard(self, signal: Signal, event: Event) -> None:
+        """A monitor has told of a machine."""
+        subject, over = str(signal.payload.get("subject", "")), bool(signal.payload.get("over"))
+        handling = self._handling
+        self._refresh_members()
+        once = signal.payload.get("detector") == KernelLog.name
+        self._say(handling.heard(event, subject, over=over, once=once))
+        seen = handling.seen(event, subject, over=over, once=once)
+        if over:
+            self._passing.pop((seen.code, seen.subject), None)
+        elif not seen.mute_s and seen.axes.admission is Admission.NO:
+            self._say(handling.isolate(event, subject))
+        elif not seen.mute_s and seen.axes.admission is Admission.NOT_NOW:
+            self._passing[seen.code, seen.subject] = Passing(event, seen.axes)
+        self.refresh()
+
+    def blamed(self, event: Event) -> None:
+        """A rank or node of the job broke: how often that happens is counted where its hardware is at fault."""
+        rank = self._fleet.ranks.get(event.rank)
+        of_node = rank is None or self._handling.seen(event).scope == "node"
+        subject = f"node:{event.node}" if rank is None or of_node else f"device:{rank.place}"
+        if self._handling.seen(event, subject).hardware:
+            self._refresh_members()
+            self._say(self._handling.heard(event, subject))
+            self.refresh()
+
+    def tick(self, wall: float) -> None:
+        """What the passing of time changes, and what people have changed meanwhile."""
+        deadline = self._handling.next_deadline()
+        if deadline is not None and deadline <= wall:
+            self._say(self._handling.tick(wall))
+        if self._handling.ledger is not self._seen:
+            self.refresh()
+            self._check_probation()
+
+    def were_reset(self, places: list[Place], wall: float) -> None:
+        """Faults that a reset repairs are gone with it; the list is emptied."""
+        for place in places:
+            device = f"device:{place}"
+            self._handling.reset_done(device, wall)
+            self._passing = {key: one for key, one in self._passing.items() if key[1] != device}
+            self.refresh()
+        places.clear()
+
+    def _check_probation(self) -> None:
+        """What was long enough without a fault is tested once more before it is used."""
+        for entry in self._handling.ledger.quarantine.values():
+            agent = self._fleet.agents.get(entry.subject.partition(":")[2].partition("/")[0])
+            idle = agent is not None and agent.connected and agent.node not in self._fleet.placed()
+            if entry.probation and agent is not None and idle and entry.subject not in self._checks.values():
+                order = Chore(id=new_id("chore"), kind="check")
+                self._checks[order.id] = entry.subject
+                agent.send(order)
+                self._tell(f"{entry.subject} is on probation: rerail check --deep runs there")
+
+    def checked(self, answer: ChoreDone) -> None:
+        """A deep check is over."""
+        subject = self._checks.get(answer.id, "")
+        if subject and answer.ok:
+            del self._checks[answer.id]
+            self._handling.release(subject)
+            self._tell(f"{subject} has passed its check and may be used again")
+            self.refresh()
+        elif subject:  # not asked again: somebody has to look at it
+            last = answer.text.splitlines()[-1] if answer.text else ""
+            self._tell(f"{subject} has not passed rerail check --deep and stays out of use: {last}")
+
+    def next_deadline(self, wall: float) -> float | None:
+        """When to tick next, in monotonic seconds."""
+        due = self._handling.next_deadline()
+        return None if due is None else time.monotonic() + max(0.0, due - wall)
+
+    def refresh(self) -> None:
+        """`Fleet.isolated` as the ledger has it now."""
+        ledger = self._seen = self._handling.ledger
+        found = {
+            place: f"{entry.subject} is out of use: {entry.reason or 'by hand'}"
+            for entry in ledger.quarantine.values()
+            if (place := place_of(entry.subject)) is not None and ledger.quarantined(entry.subject) is not None
+        }
+        self._fleet.isolated = found
+        passing = {place: one.event.message for (_, sick), one in self._passing.items() if (place := place_of(sick))}
+        self._fleet.isolated = {**passing, **found}
+        if self._fleet.homeless():  # what passes keeps nobody from going on where there is nothing better
+            self._fleet.isolated = found
+        self._tried = {key: one for key, one in self._tried.items() if self._why(key[1])}
+
+    def evacuation(self, job: str, at: float) -> Diagnosis | None:
+        """Ranks that still work where nobody should be, and for whom there is a better place; None: nobody has to leave."""
+        fleet = self._fleet
+        calm = fleet.aware and not fleet.dismissed and all(rank.trained for rank in fleet.members())
+        if not calm or not (self._passing or self._handling.ledger.quarantine):
+            return None
+        sick = [rank for rank in self._fleet.in_state(RankState.RUNNING) if self._must_leave(rank)]
+        if not sick:
+            return None
+        place = sick[0].place
+        leaving = [rank for rank in sick if self._code(rank.place) == self._code(place)]
+        numbers, code, why = tuple(rank.rank for rank in leaving), self._code(place), self._why(place)
+        stuck = len(self._fleet.free()) < len(numbers) and not self._can_reset(leaving, code)
+        for rank in leaving:
+            self._note_try(rank, stuck=stuck)
+        if stuck:
+            self._tell(f"{ranks(numbers)} stay in place, though {why}: there is no other place")
+            return None
+        entry = self._entry(place)
+        return Diagnosis(
+            id=new_id("diagnosis"),
+            job=job,
+            at=at,
+            code=code,
+            root="",
+            node=place.node,
+            ranks=numbers,
+            hardware=True,
+            transient=False,
+            rule=EVACUATE,
+            summary=why,
+            evidence=entry.evidence if entry is not None else (),
+        )
+
+    def _note_try(self, rank: Rank, *, stuck: bool) -> None:
+        free, before = frozenset(self._fleet.free()), self._tried.get((rank.rank, rank.place))
+        times = before.times if before is not None and free <= before.free else 0
+        self._tried[rank.rank, rank.place] = Tried(free, TRIES if stuck else times + 1)
+
+    def _tried_all(self, rank: Rank) -> bool:
+        """Whether it need not be tried again, until there is a place that there was not."""
+        tried = self._tried.get((rank.rank, rank.place))
+        return tried is not None and tried.times >= TRIES and tried.free.issuperset(self._fleet.free())
+
+    def _must_leave(self, rank: Rank) -> bool:
+        if self._tried_all(rank):
+            return False
+        entry, passing = self._entry(rank.place), self._passing_at(rank.place)
+        if entry is None:
+            return passing is not None and passing.axes.running is not Running.NO
+        # what a fault only keeps new work away from may finish what it does
+        at_once = bool(entry.code) and entry.rule == "policy"
+        return not at_once or self._handling.verdict(entry.code, node=rank.node).axes.running is not Running.NO
+
+    def _why(self, place: Place) -> str:
+        passing = self._passing_at(place)
+        return self._fleet.is_isolated(place) or (passing.event.message if passing is not None else "")
+
+    def _can_reset(self, leaving: list[Rank], code: str) -> bool:
+        wanted = self._handling.verdict(code).axes.repair is Repair.RESET_DEVICE
+        return wanted and all(self._fleet.agents[rank.node].resets for rank in leaving)
+
+    def _code(self, place: Place) -> str:
+        entry, passing = self._entry(place), self._passing_at(place)
+        if entry is not None:
+            return entry.code or MANUAL
+        return passing.event.code if passing is not None else MANUAL
+
+    def _entry(self, place: Place) -> Entry | None:
+        return self._handling.ledger.quarantined(f"device:{place}")
+
+    def _passing_at(self, place: Place) -> Passing | None:
+        subjects = (f"device:{place}", f"node:{place.node}")
+        return next((one for (_, subject), one in self._passing.items() if subject in subjects), None)
+
+    def _refresh_members(self) -> None:
+        self._handling.members = members_of(self._fleet)
+        self._handling.same = {
+            f"device:{agent.node}/{name}": f"device:{agent.node}/{number}"
+            for agent in self._fleet.agents.values()
+            for number, address in enumerate(agent.accelerators)
+            for name in spellings(address)
+        }
+
+    def _say(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            if change.what in SAID:
+                self._tell(change.text)
+
+
+def place_of(subject: str) -> Place | None:
+    """Where ranks could be that a subject is about; None: nowhere, as for a link."""
+    node, _, part = subject.partition(":")[2].partition("/")
+    if kind_of(subject) == "node":
+        return Place(node, WHOLE_NODE)
+    return Place(node, int(part)) if kind_of(subject) == "device" and part.isdecimal() else None
+
+
+def spellings(address: str) -> set[str]:
+    """How drivers write a PCI address: with the function or without, with a long domain or none."""
+    domain, _, rest = address.lower().partition(":")
+    bare = rest.partition(".")[0]
+    return {rest, bare, *(f"{form}:{tail}" for form in (domain, domain.zfill(8)) for tail in (rest, bare))}
+
+
+def members_of(fleet: Fleet) -> frozenset[str]:
+    """The nodes of a job and the devices that its ranks may have there."""
+    devices = {f"device:{a.node}/{n}" for a in fleet.agents.values() for n in range(max(a.devices, a.slots))}
+    placed = {f"device:{rank.place}" for rank in fleet.ranks.values()}
+    return frozenset({f"node:{node}" for node in (*fleet.placed(), *fleet.agents)} | devices | placed)

@@ -1,0 +1,8 @@
+"""The soak lives in bench/, where it can be run for hours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))

@@ -1,0 +1,95 @@
+"""Places that are out of use: who is kept out, who has to leave, and that nobody is left without a place for a passing fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rerail.config import Settings
+from rerail.decide.quarantine import Entry
+from rerail.faults.catalog import load_catalog
+from rerail.flow import Event, Place, Severity, Signal
+from rerail.runtime.fleet import Agent, Fleet, RankState
+from rerail.runtime.handling import Handling
+from rerail.runtime.isolation import Isolation, members_of, place_of, spellings
+
+CATALOG = load_catalog()
+
+
+class NoLink:
+    def send(self, message: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def fleet(spares: int = 0, **more: Any) -> Fleet:
+    """One node n1 of two ranks in training."""
+    found = Fleet()
+    agent = Agent(node="n1", address="", slots=2, node_rank=0, incarnation="i", heard=0.0, link=NoLink(), **more)
+    agent.devices = 2 + spares
+    found.agents["n1"] = agent
+    found.place([agent])
+    for rank in found.ranks.values():
+        rank.state, rank.joined, rank.replaceable, rank.trained = RankState.RUNNING, True, True, True
+    return found
+
+
+def isolation(found: Fleet, said: list[str]) -> tuple[Isolation, Handling]:
+    handling = Handling(Settings(), CATALOG, "j")
+    return Isolation(found, handling, said.append), handling
+
+
+def tell(keeper: Isolation, code: str, subject: str = "", *, over: bool = False) -> None:
+    fault = CATALOG.get(code)
+    assert fault is not None, code
+    payload: dict[str, Any] = {"subject": subject, "over": over}
+    signal = Signal(id="s", job="j", at=1.0, source="machine", node="n1", payload=payload)
+    keeper.heard(signal, Event(id="e", job="j", at=1.0, code=code, node="n1", severity=Severity(fault.severity)))
+
+
+def test_a_device_that_a_fault_takes_out_of_use_is_left_for_a_spare_one() -> None:
+    said: list[str] = []
+    found = fleet(spares=1)
+    keeper, _ = isolation(found, said)
+    tell(keeper, "gpu.xid.79", "gpu1")
+    assert "device:n1/1" in found.is_isolated(Place("n1", 1)) and found.free() == [Place("n1", 2)]
+    diagnosis = keeper.evacuation("j", 2.0)
+    assert diagnosis is not None and diagnosis.ranks == (1,) and diagnosis.code == "gpu.xid.79"
+    assert any("device:n1/1 is out of use" in line for line in said)
+
+
+def test_without_another_place_the_rank_stays_and_that_is_said_once() -> None:
+    said: list[str] = []
+    found = fleet()
+    keeper, handling = isolation(found, said)
+    handling.add(Entry(subject="device:n1/1", reason="it smells", since=1.0, by="me"), members_of(found))
+    keeper.refresh()
+    assert keeper.evacuation("j", 2.0) is None and keeper.evacuation("j", 3.0) is None
+    assert [line for line in said if "no other place" in line] == said and len(said) == 1
+    assert found.homeless() == "1 of 2 ranks have no healthy place left"
+
+
+def test_a_passing_fault_of_the_only_node_keeps_nobody_from_going_on() -> None:
+    found = fleet()
+    keeper, handling = isolation(found, [])
+    passing = next(f for f in CATALOG.faults if f.scope == "node" and _admission(handling, f.code) == "not_now")
+    tell(keeper, passing.code)
+    assert not found.homeless() and not found.bar(0)
+    tell(keeper, passing.code, over=True)
+    assert not found.isolated
+
+
+def _admission(handling: Handling, code: str) -> str:
+    return str(handling.verdict(code).axes.admission)
+
+
+def test_subjects_are_places_and_addresses_are_known_in_every_spelling() -> None:
+    assert place_of("node:n1") == Place("n1", -1) and place_of("device:n1/3") == Place("n1", 3)
+    assert place_of("link:n1/eth0") is None and place_of("device:n1/0000:3b:00") is None
+    assert {"0000:3b:00.0", "0000:3b:00", "3b:00", "00000000:3b:00.0"} <= spellings("0000:3B:00.0")
+
+
+def test_a_device_known_by_its_address_is_the_one_of_that_number() -> None:
+    found = fleet(spares=1, accelerators=("0000:1a:00.0", "0000:3b:00.0", "0000:5e:00.0"))
+    keeper, _ = isolation(found, [])
+    tell(keeper, "gpu.xid.79", "0000:3b:00")
+    assert found.is_isolated(Place("n1", 1)) and not found.is_isolated(Place("n1", 0))
