@@ -200,14 +200,21 @@ class Soak:
         if self._log is not None:
             with open(self._log, "ab") as file:
                 file.write(msgspec.json.encode(result) + b"\n")
-        fault = result.fault
-        how = f"{result.seconds:6.2f} s" if result.seconds >= 0 else "NOT RECOVERED"
-        with_it = "" if fault.behind_s < 0 else f"  {fault.behind_s:g} s behind"
-        print(
-            f"{fault.index:4} {result.did:<18} rank {fault.rank} node {fault.node}  {how}  step {result.step}"
-            f"  {','.join(result.rungs) or '-'}{with_it}{f'  (not {fault.kind}: {result.why})' if result.why else ''}",
-            flush=True,
-        )
+        print(_line(result), flush=True)
+
+    def story(self) -> str:
+        """All that happened, a line each."""
+        return "\n".join(map(_line, self.results))
+
+
+def _line(result: Result) -> str:
+    fault = result.fault
+    how = f"{result.seconds:6.2f} s" if result.seconds >= 0 else "NOT RECOVERED"
+    with_it = "" if fault.behind_s < 0 else f"  {fault.behind_s:g} s behind"
+    return (
+        f"{fault.index:4} {result.did:<18} rank {fault.rank} node {fault.node}  {how}  step {result.step}"
+        f"  {','.join(result.rungs) or '-'}{with_it}{f'  (not {fault.kind}: {result.why})' if result.why else ''}"
+    )
 
 
 # --- exactness ---
@@ -227,10 +234,11 @@ def undisturbed(folder: Path, size: Size, steps: int) -> dict[tuple[int, int], s
 
 
 def differences(found: dict[tuple[int, int], str], wanted: dict[tuple[int, int], str]) -> list[str]:
-    """Steps of ranks that do not hold what they should, and steps nobody has completed."""
-    wrong = [place for place, digest in found.items() if wanted.get(place) != digest]
+    """Where each rank first holds what it should not, and steps nobody has completed."""
+    wrong = sorted((place for place, digest in found.items() if wanted.get(place) != digest), key=lambda one: one[1])
     missing = [place for place in wanted if place not in found]
-    lines = [f"rank {rank} holds other weights at step {step}" for rank, step in sorted(wrong, key=lambda one: one[1])]
+    first = dict(reversed(wrong))
+    lines = [f"rank {rank} holds other weights at step {step}" for rank, step in sorted(first.items())]
     # a rank that advances beside the others completes a step without running it
     lines += [f"rank {rank} never told of step {step}" for rank, step in missing if step == max(wanted)[1]]
     return lines
@@ -299,7 +307,8 @@ def soak(folder: Path, size: Size, wires: Namespaces | None, plan: Plan) -> tupl
         if wrong:
             return summary(run), [*wrong, job.story()]
         wrong += job.leaks()
-        wrong += differences(job.digests, undisturbed(folder / "undisturbed", size, job.high))
+        if other := differences(job.digests, undisturbed(folder / "undisturbed", size, job.high)):
+            wrong += [*other, run.story()]
         return summary(run), wrong
     finally:
         job.clean_up()

@@ -135,15 +135,21 @@ def test_without_mountinfo_there_is_a_reason(tmp_path: Path) -> None:
 
 def test_a_pipe_that_nobody_writes_to_hangs_only_its_probe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    probe = Probe(lambda: (tmp_path / "pipe").read_text())
+    reads: list[int] = []
+
+    def read() -> str:
+        reads.append(1)
+        return (tmp_path / "pipe").read_text()
+
+    probe = Probe(read)
     probe.start()
+    assert eventually(lambda: reads == [1])
     assert probe.hung_s(time.monotonic() + 0.05) > 0
     probe.start()  # still the same one
-    assert sum(thread.name == "rerail-probe" for thread in threading.enumerate()) == 1
     with (tmp_path / "pipe").open("w") as pipe:
         pipe.write("at last")
     assert eventually(lambda: probe.hung_s(0.0) == 0.0)
-    assert probe.result == "at last"
+    assert probe.result == "at last" and reads == [1]
 
 
 def test_space_of_folders_that_are_there_or_will_be(tmp_path: Path) -> None:
