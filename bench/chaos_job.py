@@ -87,7 +87,7 @@ class ChaosJob:
         """Nodes that are dead on purpose and will be started again."""
         self.tail, self.checker = Tail(folder / "witness"), Checker()
         self.last: dict[int, Step] = {}
-        self.generation = self.high = -1
+        self.generation = self.high = self.sick_at = -1
         self.found: list[str] = []
         """What must never happen, and did."""
         self.digests: dict[tuple[int, int], str] = {}
@@ -167,6 +167,11 @@ class ChaosJob:
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._later.append((time.monotonic() + seconds, action))
+
+    @property
+    def done(self) -> int:
+        """The step that all ranks have completed."""
+        return min(step.step for step in self.last.values())
 
     @property
     def busy(self) -> bool:

@@ -40,8 +40,18 @@ def test_the_same_step_is_computed_again_then_its_batch_left_out_then_the_job_st
     assert (third.rung, third.rule, third.exit_code, third.skips) == (Rung.STOP, "stays-bad", 93, {})
 
 
-def test_looked_at_more_closely_an_earlier_step_is_the_one() -> None:
-    assert after(fault(step=20), fault(step=13, trusted=13)).skips == {13: 1}
+def test_looked_at_more_closely_an_earlier_step_is_the_one_and_is_left_out_if_it_stays_so() -> None:
+    twice = [fault(step=20), fault(step=19, trusted=19)]
+    assert after(*twice).skips == {19: 1}, "the loss was not finite because of the step before"
+    closer = [fault(step=20), fault(step=13, trusted=13)]
+    assert decide(*closer).rule == "compute-again", "it was sound the first time: this may be another one that passes"
+    assert after(*closer, fault(step=13, trusted=13)).skips == {13: 1}
+    assert decide(*closer, fault(step=13, trusted=13)).rung is Rung.ROLL_BACK
+
+
+def test_two_that_pass_by_shortly_after_one_another_take_no_data_with_them() -> None:
+    counted = after(fault(step=288, trusted=287), fault(step=284, trusted=284))
+    assert (counted.times, counted.skips) == (1, {})
 
 
 def test_a_loss_that_leapt_before_takes_all_batches_since_with_it() -> None:

@@ -36,6 +36,8 @@ class Setbacks(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     step: int = -1
     """Where the last one showed."""
+    trusted: int = -1
+    """The earliest version it can have begun from."""
     times: int = 0
     """How often this one has, the current one included."""
     in_a_row: int = 0
@@ -59,12 +61,15 @@ class Setbacks(msgspec.Struct, frozen=True, kw_only=True):
         # a number that is not finite is of one step, unless it leapt before; of the others it is only known by when they began
         alone = diagnosis.code == NAN and diagnosis.trusted >= step - 1
         begun, end = (step, step + 1) if alone else (diagnosis.trusted, step + (diagnosis.code == NAN))
-        times = self.times + 1 if diagnosis.code == self.code and begun <= self.step else 1
+        # elsewhere it is another one: what lies before the last one was sound when it was computed then
+        same = diagnosis.code == self.code and begun <= self.step and step >= self.trusted
+        times = self.times + 1 if same else 1
         added = {begun: min(max(1, end - begun), MOST_SKIPPED)} if times == 2 else {}
         return msgspec.structs.replace(
             self,
             code=diagnosis.code,
             step=step,
+            trusted=diagnosis.trusted,
             times=times,
             in_a_row=1 if self.step < 0 or step >= self.step + CALM else self.in_a_row + 1,
         )._without(added)
