@@ -95,6 +95,20 @@ class Job:
         return found
 
 
+    def status(self, token: str = "secret") -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self._address()['port']}/status"
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    async def trained(self) -> None:
+        """The controller knows that every rank has completed a step: what nodes tell at once need not arrive at once."""
+        async with asyncio.timeout(LIMIT_S):
+            while any(rank["version"] < 1 for rank in (await asyncio.to_thread(self.status))["ranks"]):
+                await asyncio.sleep(0.01)
+
+
 @contextlib.asynccontextmanager
 async def running(folder: Path, settings: dict[str, Any] | None = None, **spec: Any) -> AsyncIterator[tuple[Job, int]]:
     job = Job(folder, spec, settings or {})
@@ -443,19 +457,11 @@ def test_controller_killed_during_a_recovery(tmp_path: Path) -> None:
 
 def test_status_needs_the_token(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
-        async with training(folder) as (_, agent):
-            url = f"http://127.0.0.1:{agent.port}/status"
-
-            def ask(token: str) -> dict[str, Any]:
-                request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-                with urllib.request.urlopen(request) as answer:
-                    found: dict[str, Any] = json.load(answer)
-                    return found
-
-            status = await asyncio.to_thread(ask, "secret")
+        async with training(folder) as (job, _):
+            status = await asyncio.to_thread(job.status)
             assert status["world_size"] == 4 and status["aware"] is True
             with pytest.raises(urllib.error.HTTPError) as refused:
-                await asyncio.to_thread(ask, "guess")
+                await asyncio.to_thread(job.status, "guess")
             assert refused.value.code == 401
             refused.value.close()
 
@@ -552,6 +558,7 @@ def test_a_node_that_is_cut_off_when_another_loses_a_rank(tmp_path: Path) -> Non
             await first.dial(node_rank=0)
             await second.dial(node_rank=1)
             await asyncio.gather(first.wait_for(FormAll), second.wait_for(FormAll))
+            await job.trained()
             second.losing = {InterruptAll}
             await first.kill(1)
             await second.cut_off.wait()
@@ -572,6 +579,7 @@ def test_a_stall_counts_when_all_nodes_see_it_and_names_who_is_behind(tmp_path: 
             await first.dial(node_rank=0)
             await second.dial(node_rank=1)
             await asyncio.gather(first.wait_for(FormAll), second.wait_for(FormAll))
+            await job.trained()
             await first.observe("collective.stalled", -1, collectives="0:9,1:9")
             await first.observe("collective.stalled", -1, collectives="0:9,1:9")
             assert not job.records("signal"), "the other node is busy: its ranks are waited for"
@@ -595,6 +603,7 @@ def test_echoes_wait_for_a_node_that_may_be_their_cause(tmp_path: Path) -> None:
             await first.dial(node_rank=0)
             await second.dial(node_rank=1)
             await asyncio.gather(first.wait_for(FormAll), second.wait_for(FormAll))
+            await job.trained()
             await second.hang_up()
             await first.say(0, CommFailed(rank=0, generation=0, version=1, text="Connection closed by peer"))
             second = FakeAgent(port, node="b", slots=1)
