@@ -124,24 +124,22 @@ def _helper(module: str) -> Callable[[ChaosJob, Fault], Effect]:
     return do
 
 
-def agent(job: ChaosJob, fault: Fault) -> Effect:
-    pids = job.pids(fault.node, "rerail.runtime.agent")
-    if not pids:
-        raise Nothing(f"no agent on node {fault.node}")
-    effect = now(job.ranks_on(fault.node))
-    signal_all(pids, signal.SIGKILL)
-    return effect
+def _agent(signum: int, then: Callable[[ChaosJob, list[int]], None] = lambda job, pids: None) -> Callable[..., Effect]:
+    def do(job: ChaosJob, fault: Fault) -> Effect:
+        pids = job.pids(fault.node, "rerail.runtime.agent")
+        if not pids:
+            raise Nothing(f"no agent on node {fault.node}")
+        effect = now(job.ranks_on(fault.node))
+        signal_all(pids, signum)
+        then(job, pids)
+        return effect
+
+    return do
 
 
-def frozen_agent(job: ChaosJob, fault: Fault) -> Effect:
-    """For longer than its lease: its ranks are ended by somebody else."""
-    pids = job.pids(fault.node, "rerail.runtime.agent")
-    if not pids:
-        raise Nothing(f"no agent on node {fault.node}")
-    effect = now(job.ranks_on(fault.node))
-    signal_all(pids, signal.SIGSTOP)
+def _wake(job: ChaosJob, pids: list[int]) -> None:
+    """Frozen for longer than its lease: its ranks are ended by somebody else."""
     job.later(LOST_S + 1.0, lambda: signal_all(pids, signal.SIGCONT))
-    return effect
 
 
 def standby(job: ChaosJob, fault: Fault) -> Effect:
@@ -319,8 +317,8 @@ KINDS: dict[str, Kind] = {
     "bitflip": Kind(_injected("bitflip"), 5),
     "network-cut": Kind(_injected("network-cut"), 5),
     "slow-rank": Kind(_injected("slow", repaired=False, for_s=0.5, factor=2.0), 3),
-    "kill-agent": Kind(agent, 4),
-    "freeze-agent": Kind(frozen_agent, 1),
+    "kill-agent": Kind(_agent(signal.SIGKILL), 4),
+    "freeze-agent": Kind(_agent(signal.SIGSTOP, _wake), 1),
     "kill-controller": Kind(_helper("rerail.runtime.controller"), 5),
     "kill-monitor": Kind(_helper("rerail.detect.monitor"), 3),
     "kill-persister": Kind(_helper("rerail.checkpoint.persister"), 4),

@@ -154,7 +154,9 @@ def journal(tmp_path: Path) -> Path:
         )
         records += [(0, signal), (0, event)]
     with contextlib.closing(Journal(run / FILE_NAME)) as book:
-        book.append(records, {"placement": [["n1", 8], ["n2", 8]], "exit_code": 0})
+        book.append(
+            records, {"placement": [[node, device] for node in ("n1", "n2") for device in range(8)], "exit_code": 0}
+        )
     return run
 
 

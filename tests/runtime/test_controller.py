@@ -94,7 +94,6 @@ class Job:
                 await asyncio.sleep(0.01)
         return found
 
-
     def status(self, token: str = "secret") -> dict[str, Any]:
         url = f"http://127.0.0.1:{self._address()['port']}/status"
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})

@@ -89,18 +89,16 @@ def test_one_device_has_one_count_whatever_it_is_called() -> None:
 def test_a_fault_that_takes_its_device_out_of_use_does_so_at_once_but_never_the_last() -> None:
     found = handling()
     for subject in ("device:n1/0", "device:n1/1"):
-        (change,) = found.isolate(event(0.0, "gpu.xid.79"), subject)
+        (change,) = found.isolate(found.seen(event(0.0, "gpu.xid.79"), subject), 0.0)
         assert change.what is What.QUARANTINED
-    (change,) = found.isolate(event(0.0, "gpu.xid.79", "n2"), "device:n2/0")
+    (change,) = found.isolate(found.seen(event(0.0, "gpu.xid.79", "n2"), "device:n2/0"), 0.0)
     assert change.what is What.SPARED and found.usable("device:n2/0")
 
 
 def test_mute_windows_and_verdicts_know_job_and_node() -> None:
     found = handling(policy=({"code": "gpu.xid.48", "node": "n1", "job": "j", "mute_s": 60},))
-    assert found.muted_until(event(5.0)) == 65.0 and found.muted_until(event(5.0, node="n2")) == 0.0
-    found.heard(event(5.0), "gpu0")
-    assert found.muted_until(event(50.0), "gpu0") == 65.0
     assert found.verdict("gpu.xid.48", node="n1").mute_s == 60.0
+    assert found.verdict("gpu.xid.48", node="n2").mute_s == 0.0
     assert found.verdict("no.such", severity=Severity.CRITICAL).axes.repair == "replace"
 
 

@@ -33,17 +33,17 @@ def fleet(spares: int = 0, **more: Any) -> Fleet:
     return found
 
 
-def isolation(found: Fleet, said: list[str]) -> tuple[Isolation, Handling]:
-    handling = Handling(Settings(), CATALOG, "j")
+def isolation(found: Fleet, said: list[str], **settings: Any) -> tuple[Isolation, Handling]:
+    handling = Handling(Settings(**settings), CATALOG, "j")
     return Isolation(found, handling, said.append), handling
 
 
-def tell(keeper: Isolation, code: str, subject: str = "", *, over: bool = False) -> None:
+def tell(keeper: Isolation, code: str, subject: str = "", *, over: bool = False, at: float = 1.0) -> None:
     fault = CATALOG.get(code)
     assert fault is not None, code
     payload: dict[str, Any] = {"subject": subject, "over": over}
-    signal = Signal(id="s", job="j", at=1.0, source="machine", node="n1", payload=payload)
-    keeper.heard(signal, Event(id="e", job="j", at=1.0, code=code, node="n1", severity=Severity(fault.severity)))
+    signal = Signal(id="s", job="j", at=at, source="machine", node="n1", payload=payload)
+    keeper.heard(signal, Event(id="e", job="j", at=at, code=code, node="n1", severity=Severity(fault.severity)))
 
 
 def test_a_device_that_a_fault_takes_out_of_use_is_left_for_a_spare_one() -> None:
@@ -55,6 +55,48 @@ def test_a_device_that_a_fault_takes_out_of_use_is_left_for_a_spare_one() -> Non
     diagnosis = keeper.evacuation("j", 2.0)
     assert diagnosis is not None and diagnosis.ranks == (1,) and diagnosis.code == "gpu.xid.79"
     assert any("device:n1/1 is out of use" in line for line in said)
+
+
+def test_a_muted_fault_is_acted_on_when_it_still_stands_at_the_end_of_its_window() -> None:
+    said: list[str] = []
+    found = fleet(spares=1)
+    keeper, _ = isolation(found, said, policy=({"code": "gpu.xid.79", "mute_s": 60.0},))
+    tell(keeper, "gpu.xid.79", "gpu0")
+    tell(keeper, "gpu.xid.79", "gpu1")
+    tell(keeper, "gpu.xid.79", "gpu0", over=True, at=30.0)
+    keeper.tick(59.0)
+    assert not found.isolated and keeper.evacuation("j", 59.0) is None
+    keeper.tick(61.5)
+    assert list(found.isolated) == [Place("n1", 1)], "the other one was gone in time"
+    diagnosis = keeper.evacuation("j", 62.0)
+    assert diagnosis is not None and diagnosis.ranks == (1,) and diagnosis.code == "gpu.xid.79"
+    assert any("device:n1/1: gpu.xid.79 still stands after 60 s" in line for line in said)
+
+
+def test_a_fault_that_lasts_counts_for_more_until_it_has_been_gone_for_a_while() -> None:
+    said: list[str] = []
+    found = fleet(spares=1)
+    code = next(
+        fault.code
+        for fault in CATALOG.faults
+        if fault.scope == "device"
+        and fault.hardware
+        and _admission(Handling(Settings(), CATALOG, "j"), fault.code) == "yes"
+    )
+    rule = {"code": code, "lasts_s": 20.0, "gone_s": 60.0, "admission": "not_now"}
+    keeper, handling = isolation(found, said, escalation=(rule,))
+    tell(keeper, code, "gpu1")
+    assert not found.isolated
+    keeper.tick(21.5)
+    assert list(found.isolated) == [Place("n1", 1)] and any("has lasted 20 s" in line for line in said)
+    tell(keeper, code, "gpu1", over=True, at=30.0)
+    assert found.isolated and not handling.ledger.quarantine, "it may come again at once"
+    tell(keeper, code, "gpu1", at=40.0)
+    tell(keeper, code, "gpu1", over=True, at=50.0)
+    keeper.tick(100.0)
+    assert found.isolated
+    keeper.tick(111.0)
+    assert not found.isolated
 
 
 def test_without_another_place_the_rank_stays_and_that_is_said_once() -> None:

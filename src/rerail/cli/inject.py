@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rerail.cli.rundir import to_controller
+from rerail.cli.rundir import refusal, to_controller
 from rerail.config import bytes_of
 from rerail.errors import UsageError
 from rerail.report.summary import find_run
@@ -109,20 +109,12 @@ def ask(folder: Path, wanted: Wanted) -> dict[str, Any]:
             return found
     except urllib.error.HTTPError as error:
         with error:
-            return _refusal(error)
+            return refusal(error)
     except urllib.error.URLError:
         raise _not_running(folder) from None
     except (OSError, ValueError):
         late = "the controller went away before it could tell what became of it; if it was done, the journal says so"
         return {"refused": late}
-
-
-def _refusal(error: urllib.error.HTTPError) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.load(error)
-        return found if "refused" in found else {"refused": str(found["error"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {"refused": f"the controller answered {error.code}"}
 
 
 def _not_running(folder: Path) -> UsageError:

@@ -21,6 +21,7 @@ from rerail.flow import AnyRecord, Candidate, Decision, Diagnosis, Event, Rung, 
 from rerail.report.summary import find_run
 from rerail.runtime.handling import Handling
 from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.runtime.quarantining import members_in
 from rerail.wording import counted
 
 
@@ -41,14 +42,11 @@ def replay(name: str, settings: Settings, origin: str, *, as_json: bool) -> int:
     path = _journal_of(name)
     journal = Journal(path, read_only=True)
     try:
-        records, placed = journal.records(), journal.state().get("placement", [])
+        records, members = journal.records(), members_in(journal.state())
     finally:
         journal.close()
     handling = Handling(settings, Levels.of(settings).catalog(), _job(records))
-    handling.members = frozenset(
-        {f"node:{node}" for node, _ in placed}
-        | {f"device:{node}/{number}" for node, slots in placed for number in range(int(slots))}
-    )
+    handling.members = members
     steps, changes = walk(records, handling)
     if as_json:
         shown: dict[str, Any] = {

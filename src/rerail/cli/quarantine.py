@@ -18,14 +18,14 @@ from typing import Any
 
 import msgspec
 
-from rerail.cli.rundir import is_running, to_controller
+from rerail.cli.rundir import is_running, refusal, to_controller
 from rerail.config import Settings
 from rerail.errors import UsageError
 from rerail.faults.catalog import Catalog
 from rerail.report.summary import find_run
 from rerail.runtime.handling import Handling
 from rerail.runtime.journal import FILE_NAME, Journal
-from rerail.runtime.quarantining import ADD, RELEASE, Order, carry_out, listing
+from rerail.runtime.quarantining import ADD, RELEASE, Order, carry_out, listing, members_in
 
 WAIT_S = 15.0
 
@@ -84,17 +84,9 @@ def _ask(folder: Path, order: Order | None) -> dict[str, Any] | None:
             return found
     except urllib.error.HTTPError as error:
         with error:
-            raise UsageError(_refusal(error)) from None
+            raise UsageError(str(refusal(error)["refused"])) from None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    try:
-        found = json.load(error)
-        return str(found.get("refused") or found["error"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"the controller answered {error.code}"
 
 
 def _kept(folder: Path) -> dict[str, Any]:
@@ -113,7 +105,7 @@ def _change(folder: Path, order: Order) -> dict[str, Any]:
     journal = Journal(folder / FILE_NAME)
     with contextlib.closing(journal):
         handling = _handling(journal)
-        done = carry_out(handling, order, _members(journal), time.time())
+        done = carry_out(handling, order, members_in(journal.state()), time.time())
         if not journal.append([], handling.state()):
             raise UsageError(f"the journal {journal.path} cannot be written", hint="check the disk")
         return {"done": done, **listing(handling)}
@@ -123,12 +115,6 @@ def _handling(journal: Journal) -> Handling:
     handling = Handling(Settings(), Catalog(()), "")
     handling.restore(journal.state())
     return handling
-
-
-def _members(journal: Journal) -> frozenset[str]:
-    """The nodes and devices the job had."""
-    placed = journal.state().get("placement", [])
-    return frozenset(subject for node, device in placed for subject in (f"node:{node}", f"device:{node}/{device}"))
 
 
 def _table(entries: list[dict[str, Any]], now: float) -> list[str]:

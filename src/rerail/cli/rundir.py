@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,12 @@ def to_controller(folder: Path, path: str, body: bytes | None = None) -> urllib.
     if body is not None:
         headers["Content-Type"] = "application/json"
     return urllib.request.Request(f"http://{host}:{where['port']}{path}", data=body, headers=headers)
+
+
+def refusal(error: urllib.error.HTTPError) -> dict[str, Any]:
+    """The controller's answer that it will not; why stands in `refused`."""
+    try:
+        found = dict(json.load(error))
+        return found if "refused" in found else {"refused": str(found["error"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"refused": f"the controller answered {error.code}"}

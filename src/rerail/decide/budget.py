@@ -18,6 +18,13 @@ NODE_BACK = "node.returned"
 """Code of what is no fault: empty seats can be filled again."""
 EVACUATE = "evacuate"
 """Rule of a diagnosis that says: these ranks still work, but not in a good place."""
+UNBROKEN = ("collective-alone", "takeover")
+"""Rules of diagnoses in which no rank has a fault of its own."""
+
+
+def raised(diagnosis: Diagnosis) -> bool:
+    """Whether a rank has a fault of its own and lives."""
+    return not diagnosis.lost and diagnosis.rule not in (*UNBROKEN, EVACUATE) and diagnosis.code != NODE_BACK
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +50,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """Count one incident. A rank that raised had completed the step before, whether or not its beat has told so."""
         high_version = max(high_version, diagnosis.step)
         moved = high_version > self.high_version
-        raised = not diagnosis.lost and diagnosis.rule not in ("collective-alone", "takeover", EVACUATE)
-        raised = raised and diagnosis.code != NODE_BACK
-        again = raised and diagnosis.step == self.raised_version and not moved
+        own = raised(diagnosis)
+        again = own and diagnosis.step == self.raised_version and not moved
         # an exception may hit one rank first and then another; a process that dies is that rank's own affair
         where = ",".join(map(str, sorted(diagnosis.ranks))) if diagnosis.lost else "anywhere"
         fault = f"{diagnosis.code}|{where}"
@@ -56,8 +62,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             fault=fault,
             stuck=self.stuck + 1 if fault == self.fault and not moved else 1,
             standing=1 if moved else self.standing + 1,
-            raised_version=diagnosis.step if raised else self.raised_version,
-            raised_count=(self.raised_count + 1 if again else 1) if raised else (0 if moved else self.raised_count),
+            raised_version=diagnosis.step if own else self.raised_version,
+            raised_count=(self.raised_count + 1 if again else 1) if own else (0 if moved else self.raised_count),
             error_key=key,
             error_count=self.error_count + 1 if key and key == self.error_key else 1,
         )

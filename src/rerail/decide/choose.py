@@ -69,7 +69,8 @@ def _reason(
         wanted = (Rung.ROLL_BACK,) if is_setback(diagnosis) else (Rung.RETRY_STEP, Rung.REPLACE_RANK)
         finer = [candidates[one] for one in wanted]
         blocked = [c.why for c in finer if not c.feasible and c.why != UNSUITED]
-        return Reason("restart", blocked[-1] if blocked else "no finer repair is possible")
+        if blocked:
+            return Reason("restart", blocked[-1])
     assert reason is not None, "what is feasible answers the fault"
     return reason
 

@@ -54,7 +54,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     rule: str = ""
     axes: Axes = Axes()
-    """Of a stronger answer: what the fault counts for now."""
+    """Of a stronger answer: what the fault counts for now. Without a rule: a mute window is over, and it counts as any other."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,6 +269,8 @@ class _Turn:
         due = at if alone else at + self._book.storm_s
         self._occurrences.append(Occurrence(seen=msgspec.structs.replace(seen, once=False), at=at, due=due))
         own = next((rule for rule in self._book.rules_for(seen) if not rule.together), None)
+        if seen.mute_s:
+            self._tell(What.STRONGER, seen, at, f"{seen.subject}: {seen.code} still stands after {seen.mute_s:g} s")
         if own is not None and own.admission is not None and own.lasts_s:
             axes = seen.axes.worst(Axes(admission=own.admission))
             text = f"{seen.subject}: {seen.code} has lasted {own.lasts_s:g} s: admission {axes.admission}"

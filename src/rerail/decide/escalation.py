@@ -5,7 +5,6 @@ The book is read by `decide.escalate`, which does the counting. Called by `runti
 
 from __future__ import annotations
 
-import fnmatch
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +13,10 @@ import msgspec
 
 from rerail.config import Settings, limits_of
 from rerail.decide.axes import AXES, Admission, Axes, Repair, Running
-from rerail.decide.policy import checked_row
+from rerail.decide.tables import Row, Shape, fit, rules_in
 from rerail.errors import ConfigError
 from rerail.faults.catalog import SCOPES
 from rerail.flow import Severity
-from rerail.wording import guess
 
 TIMES_MAX = 100
 WITHIN_MAX_S = 864_000.0
@@ -53,11 +51,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str = ""
 
 
-class Escalation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Escalation(Row, frozen=True, kw_only=True):
     """One `[[escalation]]` table: which faults, how often or how long, and what then."""
 
-    id: str = ""
-    note: str = ""
     code: tuple[str, ...] = ()
     """With wildcards. Empty here and below: any."""
     kind: tuple[str, ...] = msgspec.field(default=(), name="class")
@@ -87,9 +83,8 @@ class Escalation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def fits(self, seen: Seen) -> bool:
         """Whether it is about this fault."""
-        globs = ((self.code, seen.code), (self.kind, seen.kind), (self.scope, seen.scope))
         return (
-            all(not wanted or any(fnmatch.fnmatchcase(word, glob) for glob in wanted) for wanted, word in globs)
+            fit((self.code, seen.code), (self.kind, seen.kind), (self.scope, seen.scope))
             and (not self.severity or seen.severity in self.severity)
             and (self.hardware is None or seen.hardware is self.hardware)
             and (not self.repair or seen.axes.repair in self.repair)
@@ -136,13 +131,11 @@ def book_of(settings: Settings, shipped: str, origin: str = "rerail.toml") -> Bo
     )
 
 
-_FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Escalation))
-_LISTS = ("code", "class", "scope", "severity", "repair", "running")
-_CHOICES: dict[str, Sequence[str]] = {
-    **{name: list(kind) for name, kind in AXES.items()},
-    "severity": list(Severity),
-    "scope": SCOPES,
-}
+_SHAPE = Shape(
+    name="escalation",
+    lists=("code", "class", "scope", "severity", "repair", "running"),
+    choices={**{name: list(kind) for name, kind in AXES.items()}, "severity": list(Severity), "scope": SCOPES},
+)
 _RANGES = {
     "times": TIMES_MAX,
     "within_s": WITHIN_MAX_S,
@@ -153,28 +146,11 @@ _RANGES = {
 
 
 def escalations_of(tables: Sequence[Mapping[str, Any]], origin: str) -> tuple[Escalation, ...]:
-    """Rules from their tables; an error names the file, the number of the rule, and what was probably meant."""
-    found: list[Escalation] = []
-    for number, table in enumerate(tables, 1):
-        where = f"{origin}, escalation {number}"
-        rule = _escalation(checked_row(table, _FIELDS, where), where, f"escalation {number}")
-        if any(rule.id == other.id for other in found):
-            raise ConfigError(f"{where}: another rule is called {rule.id!r}, too; give it an id of its own")
-        found.append(rule)
-    return tuple(found)
+    """Rules from their tables."""
+    return rules_in(tables, Escalation, _SHAPE, origin, _checked)
 
 
-def _escalation(table: Mapping[str, Any], where: str, name: str) -> Escalation:
-    row = {key: [value] if key in _LISTS and isinstance(value, str) else value for key, value in table.items()}
-    for key, known in _CHOICES.items():
-        given = row.get(key, [])
-        for word in given if isinstance(given, list) else [given]:
-            if word not in known:
-                raise ConfigError(f"{where}: {key} {word!r} is not one of {' '.join(known)}{guess(str(word), known)}")
-    try:
-        rule = msgspec.convert({"id": name, **row}, Escalation)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+def _checked(rule: Escalation, where: str) -> Escalation:
     for key, most in _RANGES.items():
         if not 0 <= getattr(rule, key) <= most:
             raise ConfigError(f"{where}: {key} is {getattr(rule, key):g}, but 0 to {most:g} is needed")
@@ -207,7 +183,7 @@ def escalation_problems(book: Book, codes: Sequence[str], unmatched: Sequence[st
 
 def _covers(wide: Escalation, narrow: Escalation, codes: Sequence[str]) -> bool:
     def matching(rule: Escalation) -> set[str]:
-        return {code for code in codes if not rule.code or any(fnmatch.fnmatchcase(code, glob) for glob in rule.code)}
+        return {code for code in codes if fit((rule.code, code))}
 
     rest = all(
         not getattr(wide, name)

@@ -9,7 +9,6 @@ rule answers, the mapping does (`decide.axes`).
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 
 from rerail.config import HANDLINGS, Settings, listed
 from rerail.decide.axes import AXES, Admission, Axes, Levels, Repair, Running, worst_of
+from rerail.decide.tables import Row, Shape, fit, rules_in, there_are
 from rerail.errors import ConfigError
 from rerail.faults.catalog import SCOPES, Fault
 from rerail.flow import Handling, Rung, Severity
@@ -57,11 +57,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Rule(Row, frozen=True, kw_only=True):
     """One `[[policy]]` table: which faults, and what to do about them."""
 
-    id: str = ""
-    """Its name in reports; `policy 1` and so on when not given."""
     code: tuple[str, ...] = ()
     """Codes, with wildcards; one of them has to fit. Empty here and below: any."""
     kind: tuple[str, ...] = msgspec.field(default=(), name="class")
@@ -77,19 +75,16 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Rungs that may be taken."""
     mute_s: float | None = None
     """The fault counts only if it still stands after this many seconds."""
-    note: str = ""
-    """Shown where the rule is."""
 
     def fits(self, about: About) -> bool:
         """Whether everything it asks for holds."""
-        given = (
+        return fit(
             (self.code, about.code),
             (self.kind, about.kind),
             (self.scope, about.scope),
             (self.job, about.job),
             (self.node, about.node),
         )
-        return all(not globs or any(fnmatch.fnmatchcase(word, glob) for glob in globs) for globs, word in given)
 
     def answers(self) -> dict[str, Any]:
         """What it says, by what is asked."""
@@ -193,18 +188,20 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 GRACEFUL = HANDLINGS[1]
 
 
+_REPAIRS = {
+    Rung.RETRY_STEP: (Repair.RETRY, "a step done again repairs nothing"),
+    Rung.REPLACE_RANK: (Repair.RESTART_PROCESS, "a new process would get the same device"),
+    Rung.RESTART_ALL: (Repair.RESTART_PROCESS, "all ranks would get the same devices"),
+    Rung.RESET_DEVICE: (Repair.RESET_DEVICE, "a reset is not enough"),
+}
+"""The most that a rung repairs, and what is to be said where a fault asks for more."""
+
+
 def unfit(rung: Rung, axes: Axes) -> str:
     """Why this rung leaves the fault as it is, or nothing. Whether it can be taken at all is another question."""
-    need = list(Repair).index(axes.repair)
-    if rung is Rung.RETRY_STEP and need > list(Repair).index(Repair.RETRY):
-        return f"the fault asks for {axes.repair}, and a step done again repairs nothing"
-    if rung is Rung.REPLACE_RANK and need > list(Repair).index(Repair.RESTART_PROCESS):
-        return f"the fault asks for {axes.repair}, and a new process would get the same device"
-    if rung is Rung.RESTART_ALL and need > list(Repair).index(Repair.RESTART_PROCESS):
-        return f"the fault asks for {axes.repair}, and all ranks would get the same devices"
-    if rung.startswith("reset") and need > list(Repair).index(Repair.RESET_DEVICE):
-        return f"the fault asks for {axes.repair}, and a reset is not enough"
-    return ""
+    enough, why = _REPAIRS.get(rung, (axes.repair, ""))
+    order = list(Repair)
+    return f"the fault asks for {axes.repair}, and {why}" if order.index(axes.repair) > order.index(enough) else ""
 
 
 def rungs_of(text: str) -> tuple[Rung, ...]:
@@ -212,44 +209,24 @@ def rungs_of(text: str) -> tuple[Rung, ...]:
     given = listed(text)
     for name in given:
         if name not in list(Rung):
-            raise ConfigError(f"setting rungs: there is no rung {name!r}{guess(name, Rung) or _there_are(Rung)}")
+            raise ConfigError(f"setting rungs: there is no rung {name!r}{guess(name, Rung) or there_are(list(Rung))}")
     return tuple(rung for rung in Rung if not given or rung in given)
 
 
 def rules_of(tables: Sequence[Mapping[str, Any]], levels: Levels, origin: str) -> tuple[Rule, ...]:
-    """Rules from their tables; an error names the file, the number of the rule, and what was probably meant."""
-    found: list[Rule] = []
-    for number, table in enumerate(tables, 1):
-        where = f"{origin}, policy {number}"
-        rule = _rule(table, where, f"policy {number}")
-        if any(rule.id == other.id for other in found):
-            raise ConfigError(f"{where}: another rule is called {rule.id!r}, too; give it an id of its own")
-        found.append(_with_level(rule, levels, where))
-    return tuple(found)
+    """Rules from their tables."""
+    return rules_in(tables, Rule, _SHAPE, origin, lambda rule, where: _with_level(_checked(rule, where), levels, where))
 
 
-_FIELDS = {field.encode_name: field for field in msgspec.structs.fields(Rule)}
-_LISTS = ("code", "class", "scope", "job", "node", "level", "ladder")
-_CHOICES: dict[str, Sequence[str]] = {
-    **{name: list(kind) for name, kind in AXES.items()},
-    "ladder": list(Rung),
-    "scope": SCOPES,
-}
+_SHAPE = Shape(
+    name="policy",
+    lists=("code", "class", "scope", "job", "node", "level", "ladder"),
+    choices={**{name: list(kind) for name, kind in AXES.items()}, "ladder": list(Rung), "scope": SCOPES},
+    wild=("scope",),
+)
 
 
-def _rule(table: Mapping[str, Any], where: str, name: str) -> Rule:
-    row = checked_row(table, tuple(_FIELDS), where)
-    row = {key: [value] if key in _LISTS and isinstance(value, str) else value for key, value in row.items()}
-    for key, known in _CHOICES.items():
-        given = row.get(key, [])
-        for word in given if isinstance(given, list) else [given]:
-            wild = key == "scope" and isinstance(word, str) and bool(fnmatch.filter(known, word))
-            if word not in known and not wild:
-                raise ConfigError(f"{where}: {key} {word!r} is not one of {' '.join(known)}{guess(str(word), known)}")
-    try:
-        rule = msgspec.convert({"id": name, **row}, Rule)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+def _checked(rule: Rule, where: str) -> Rule:
     if rule.mute_s is not None and not 0 <= rule.mute_s <= MUTE_MAX_S:
         raise ConfigError(f"{where}: mute_s is {rule.mute_s:g}, but 0 to {MUTE_MAX_S:g} seconds are needed")
     if rule.ladder == ():
@@ -269,15 +246,3 @@ def _with_level(rule: Rule, levels: Levels, where: str) -> Rule:
     if not rule.answers():
         raise ConfigError(f"{where}: it says nothing; add one of {' '.join((*AXES, 'level', 'ladder', 'mute_s'))}")
     return rule
-
-
-def checked_row(table: Mapping[str, Any], known: Sequence[str], where: str) -> dict[str, Any]:
-    """A table as it is, if all its keys are known."""
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"{where}: there is no key {key!r}{guess(key, known) or _there_are(known)}")
-    return dict(table)
-
-
-def _there_are(known: Sequence[str] | type[Rung]) -> str:
-    return f" (there are: {' '.join(known)})"

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from rerail.decide.budget import EVACUATE, NODE_BACK, Budget
+from rerail.decide.budget import Budget
 from rerail.decide.setbacks import Setbacks
 from rerail.flow import Cost, Diagnosis, Place, Rung
-
-UNBROKEN = ("collective-alone", "takeover")
-"""Rules of diagnoses in which no rank has a fault of its own."""
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
@@ -77,11 +74,6 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     history: dict[Rung, Cost] = {}
     """Mean cost of each rung in this job so far."""
     tallies: dict[Rung, Tally] = {}
-
-
-def raised(diagnosis: Diagnosis) -> bool:
-    """Whether a rank has a fault of its own and lives."""
-    return not diagnosis.lost and diagnosis.rule not in (*UNBROKEN, EVACUATE) and diagnosis.code != NODE_BACK
 
 
 def broken(diagnosis: Diagnosis) -> tuple[int, ...]:

@@ -56,8 +56,6 @@ class Execution:
         self._spec, self._settings = spec, settings
         self._began = 0.0
         self._building: dict[int, float] = {}
-        self._moved: set[int] = set()
-        """Ranks whose node does not have what they left: they have come from another one since they last trained."""
         self._fresh = True
         self._store_rank = 0
         self._restarts = (0, 0)
@@ -95,10 +93,7 @@ class Execution:
         self.fleet.generation += 1
         self._began = self.marks.paused_at = now
         members = self.fleet.members()
-        for rank in members:
-            rank.parked = rank.formed = rank.resumed = None
-            rank.move(RankState.INTERRUPTED)
-        self._interrupt(members)
+        self._interrupt_anew(members)
         self.stage = Stage.PARKING
 
     def repair(self, decision: Decision, now: float, wall: float) -> None:
@@ -112,11 +107,7 @@ class Execution:
         # a newcomer that is still building could not open the store until it is done
         settled = [rank for rank in survivors if not rank.newcomer] or survivors
         self._store_rank = min(rank.rank for rank in settled)
-        for rank in survivors:
-            rank.parked = rank.formed = rank.resumed = None
-            if rank.state not in (RankState.STARTING, RankState.BUILDING):
-                rank.move(RankState.INTERRUPTED)
-        self._interrupt(survivors)
+        self._interrupt_anew(survivors)
         for number in sorted(lost):
             if decision.rung is Rung.SHRINK:
                 fleet.ranks[number].leave(fleet.agent_of(number))
@@ -136,7 +127,7 @@ class Execution:
             left, there = self.fleet.agents[rank.node], place.node != rank.node
             self.actions.note("move", f"rank {number}", detail=f"from {rank.place} to {place}")
             rank.move_to(place)
-            self._moved.add(number)
+            self.fleet.uprooted.add(number)
             if there:
                 left.send(orders.Vacate(generation=self.fleet.generation, ranks=(number,)))
 
@@ -170,7 +161,6 @@ class Execution:
             self.stage, self.marks.formed_at = Stage.REPLAYING, now
         if self.stage is Stage.REPLAYING and all(rank.has_resumed for rank in self.fleet.members()):
             self.stage, self.marks.resumed_at = Stage.IDLE, now
-            self._moved.clear()
             self.fleet.uprooted.clear()
             if self._fresh:  # what the ranks found in their arenas is theirs to tell
                 found = [rank.resumed.version - 1 for rank in self.fleet.ranks.values() if rank.resumed is not None]
@@ -242,10 +232,7 @@ class Execution:
     def resend(self, agent: Agent, told: Iterable[orders.RankStatus], now: float) -> None:
         """An agent is back after its connection broke: say again whatever its ranks, by its own word, have not heard."""
         fleet, heard = self.fleet, {status.rank: status for status in told}
-        here = tuple(rank.rank for rank in fleet.on_node(agent.node))
-        agent.send(orders.Vacate(generation=fleet.generation, keep=here))  # others may have got their places
-        if not self.switch.waiting:
-            agent.send(orders.Vacate(generation=fleet.generation + 1, keep=(), beside=True))
+        fleet.tidy_up(agent, beside=not self.switch.waiting)  # others may have got the places of its ranks
         if self.stage is Stage.PICKING_PORT and fleet.agent_of(0) is agent:
             agent.send(orders.PickPort(generation=fleet.generation))
         elif self.stage is Stage.PARKING:
@@ -309,6 +296,13 @@ class Execution:
 
     # --- repair ---
 
+    def _interrupt_anew(self, survivors: list[Rank]) -> None:
+        for rank in survivors:
+            rank.parked = rank.formed = rank.resumed = None
+            if rank.state not in (RankState.STARTING, RankState.BUILDING):
+                rank.move(RankState.INTERRUPTED)
+        self._interrupt(survivors)
+
     def _interrupt(self, survivors: list[Rank]) -> None:
         fleet = self.fleet
         order = Interrupt(
@@ -326,7 +320,7 @@ class Execution:
         rank.begin(self.fleet.generation, newcomer=True)
         self._building[rank.rank] = now
         order = assignment(self.fleet, rank, self._env(rank), store_rank=self._store_rank, newcomer=True, restored=True)
-        kept = self.fleet.pages.of(rank.rank) if rank.rank in self._moved | self.fleet.uprooted else []
+        kept = self.fleet.pages.of(rank.rank) if rank.rank in self.fleet.uprooted else []
         self.fleet.agent_of(rank.rank).send(orders.Promote(assignment=order, kept=kept))
         self.actions.note("promote", f"rank {rank.rank}", self._settings.build_timeout_s)
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from rerail.flow import Place, new_id
 from rerail.runtime.fleet import Fleet, Rank
-from rerail.runtime.orders import Chore, ChoreDone, Vacate
+from rerail.runtime.orders import RESET, Chore, ChoreDone, Vacate
 
 LIMIT_S = 200.0
 """Seconds a reset may take; the agent itself gives up somewhat earlier."""
-RESET = "reset"
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Resets:
         """Why one of them comes to nothing, or nothing."""
         for one in self.waiting.values():
             if one.answer is not None and not one.answer.ok:
-                return f"device {one.place} could not be reset: {one.answer.text.splitlines()[-1] if one.answer.text else ''}"
+                return f"device {one.place} could not be reset: {one.answer.last_line}"
             if now >= one.since + LIMIT_S:
                 return f"device {one.place} was not reset within {LIMIT_S:.0f} s"
         return ""

@@ -92,7 +92,7 @@ class Admission:
 
     def complete(self, now: float) -> bool:
         """Whether the job can be placed and started."""
-        here = len(self._fleet.fit())
+        here = len(self._fleet.connected())
         if here >= self._spec.max_nodes:
             return True
         if here < self._spec.min_nodes:

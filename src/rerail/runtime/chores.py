@@ -14,9 +14,8 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 
-from rerail.runtime.orders import Chore, ChoreDone
+from rerail.runtime.orders import CHECK, RESET, Chore, ChoreDone
 
-CHECK, RESET = "check", "reset"
 LIMIT_S = {CHECK: 1800.0, RESET: 180.0}
 TEXT = 2000
 RESETTERS = {

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rerail.flow import Place
-from rerail.runtime.orders import RankStatus, ToAgent
+from rerail.runtime.orders import RankStatus, ToAgent, Vacate
 from rerail.runtime.pages import Pages
 from rerail.runtime.plans import Back
 from rerail.runtime.wire import Formed, Parked, Resumed
@@ -265,7 +265,7 @@ class Fleet:
 
     def members(self) -> list[Rank]:
         """Ranks that take part in the next generation."""
-        return [rank for rank in self.ranks.values() if rank.state not in (RankState.EXITED, RankState.VACANT)]
+        return [rank for rank in self._seated() if rank.state is not RankState.EXITED]
 
     def vacant(self) -> list[Rank]:
         """Seats that nobody has for now."""
@@ -290,7 +290,7 @@ class Fleet:
     @property
     def aware(self) -> bool:
         """Every rank has joined and can be rebuilt under the others. A newcomer on its way counts as one that can."""
-        here = [rank for rank in self.ranks.values() if rank.state is not RankState.VACANT]
+        here = self._seated()
         return bool(here) and all(r.newcomer or (r.joined and r.replaceable) for r in here)
 
     @property
@@ -308,8 +308,11 @@ class Fleet:
         return self._all(RankState.EXITED)
 
     def _all(self, state: RankState) -> bool:
-        here = [rank for rank in self.ranks.values() if rank.state is not RankState.VACANT]
+        here = self._seated()
         return bool(here) and all(rank.state is state for rank in here)
+
+    def _seated(self) -> list[Rank]:
+        return [rank for rank in self.ranks.values() if rank.state is not RankState.VACANT]
 
     # --- changes ---
 
@@ -339,6 +342,13 @@ class Fleet:
         """The fleet as it will be when these ranks have other places; this one stays as it is."""
         moved = {n: replace(self.ranks[n], node=place.node, local_rank=place.device) for n, place in moves.items()}
         return replace(self, ranks={**self.ranks, **moved})
+
+    def tidy_up(self, agent: Agent, *, beside: bool) -> None:
+        """Have it end what it has of ranks that are elsewhere; `beside`: also what was made ready for a hot switch."""
+        here = tuple(rank.rank for rank in self.on_node(agent.node))
+        agent.send(Vacate(generation=self.generation, keep=here))
+        if beside:
+            agent.send(Vacate(generation=self.generation + 1, keep=(), beside=True))
 
     def remembered(self) -> dict[str, Any]:
         """What the next controller must know."""

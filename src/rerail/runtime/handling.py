@@ -139,24 +139,15 @@ class Handling:
         """When to tick next, by the wall clock."""
         return self.ledger.next_deadline()
 
-    def muted_until(self, event: Event, subject: str = "") -> float:
-        """Until when nothing is to be done about it by a rule's `mute_s` (wall clock); 0: it is not muted."""
-        seen = self.seen(event, subject)
-        standing = self.ledger.standing.get(f"{seen.code}|{seen.subject}")
-        if not seen.mute_s:
-            return 0.0
-        return (standing.since if standing is not None else event.at) + seen.mute_s
-
     # --- quarantine, restarts, resets ---------------------------------------------------------------------------
 
     def usable(self, subject: str) -> bool:
         """Whether ranks may be placed there."""
         return self.ledger.quarantined(subject) is None
 
-    def isolate(self, event: Event, subject: str = "") -> list[Change]:
+    def isolate(self, seen: Seen, at: float) -> list[Change]:
         """Put it into quarantine at once, because of what the fault is; never the last one."""
-        seen = self.seen(event, subject)
-        return self._changed(self.ledger.isolate(seen, event.at, self.book, self.members))
+        return self._changed(self.ledger.isolate(seen, at, self.book, self.members))
 
     def add(self, entry: Entry, members: Collection[str], *, force: bool = False) -> None:
         """By hand."""

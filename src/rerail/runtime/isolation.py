@@ -13,17 +13,18 @@ from typing import NamedTuple
 from rerail.decide.axes import Admission, Axes, Repair, Running
 from rerail.decide.budget import EVACUATE
 from rerail.decide.escalate import Change, Ledger, What
+from rerail.decide.escalation import Seen
 from rerail.decide.quarantine import Entry
 from rerail.decide.subjects import kind_of
 from rerail.detect.kernel_log import KernelLog
 from rerail.flow import Diagnosis, Event, Place, Signal, new_id
 from rerail.runtime.fleet import Fleet, Rank, RankState
 from rerail.runtime.handling import Handling
-from rerail.runtime.orders import Chore, ChoreDone
+from rerail.runtime.orders import CHECK, Chore, ChoreDone
 from rerail.wording import ranks
 
 WHOLE_NODE = -1
-SAID = (What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION, What.BACK)
+SAID = (What.STRONGER, What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION, What.BACK)
 """Changes that are worth a line on the screen."""
 MANUAL = "place.quarantined"
 """Code of an evacuation that no fault has led to."""
@@ -34,8 +35,10 @@ TRIES = 3
 class Passing(NamedTuple):
     """A fault that stands."""
 
-    event: Event
+    message: str
     axes: Axes
+    lasting: bool = False
+    """It counts for more than by itself until the ledger calls it over; otherwise until its monitor does."""
 
 
 class Tried(NamedTuple):
@@ -66,31 +69,39 @@ class Isolation:
         handling = self._handling
         self._refresh_members()
         once = signal.payload.get("detector") == KernelLog.name
-        self._say(handling.heard(event, subject, over=over, once=once))
+        self._take(handling.heard(event, subject, over=over, once=once))
         seen = handling.seen(event, subject, over=over, once=once)
-        if over:
-            self._passing.pop((seen.code, seen.subject), None)
-        elif not seen.mute_s and seen.axes.admission is Admission.NO:
-            self._say(handling.isolate(event, subject))
-        elif not seen.mute_s and seen.axes.admission is Admission.NOT_NOW:
-            self._passing[seen.code, seen.subject] = Passing(event, seen.axes)
+        if not seen.mute_s or over:
+            self._stands(seen, event.at, event.message)
         self.refresh()
+
+    def _stands(self, seen: Seen, at: float, message: str) -> None:
+        """A fault keeps new work away for good, or for as long as it is there."""
+        key = seen.code, seen.subject
+        known = self._passing.get(key)
+        if known is not None and known.lasting:
+            return
+        if seen.over:
+            self._passing.pop(key, None)
+        elif seen.axes.admission is Admission.NO:
+            self._take(self._handling.isolate(seen, at))
+        elif seen.axes.admission is Admission.NOT_NOW:
+            self._passing[key] = Passing(message, seen.axes)
 
     def blamed(self, event: Event) -> None:
         """A rank or node of the job broke: how often that happens is counted where its hardware is at fault."""
-        rank = self._fleet.ranks.get(event.rank)
-        of_node = rank is None or self._handling.seen(event).scope == "node"
-        subject = f"node:{event.node}" if rank is None or of_node else f"device:{rank.place}"
-        if self._handling.seen(event, subject).hardware:
+        rank, seen = self._fleet.ranks.get(event.rank), self._handling.seen(event)
+        subject = f"node:{event.node}" if rank is None or seen.scope == "node" else f"device:{rank.place}"
+        if seen.hardware:
             self._refresh_members()
-            self._say(self._handling.heard(event, subject))
+            self._take(self._handling.heard(event, subject))
             self.refresh()
 
     def tick(self, wall: float) -> None:
         """What the passing of time changes, and what people have changed meanwhile."""
         deadline = self._handling.next_deadline()
         if deadline is not None and deadline <= wall:
-            self._say(self._handling.tick(wall))
+            self._take(self._handling.tick(wall))
         if self._handling.ledger is not self._seen:
             self.refresh()
             self._check_probation()
@@ -110,7 +121,7 @@ class Isolation:
             agent = self._fleet.agents.get(entry.subject.partition(":")[2].partition("/")[0])
             idle = agent is not None and agent.connected and agent.node not in self._fleet.placed()
             if entry.probation and agent is not None and idle and entry.subject not in self._checks.values():
-                order = Chore(id=new_id("chore"), kind="check")
+                order = Chore(id=new_id("chore"), kind=CHECK)
                 self._checks[order.id] = entry.subject
                 agent.send(order)
                 self._tell(f"{entry.subject} is on probation: rerail check --deep runs there")
@@ -124,8 +135,7 @@ class Isolation:
             self._tell(f"{subject} has passed its check and may be used again")
             self.refresh()
         elif subject:  # not asked again: somebody has to look at it
-            last = answer.text.splitlines()[-1] if answer.text else ""
-            self._tell(f"{subject} has not passed rerail check --deep and stays out of use: {last}")
+            self._tell(f"{subject} has not passed rerail check --deep and stays out of use: {answer.last_line}")
 
     def next_deadline(self, wall: float) -> float | None:
         """When to tick next, in monotonic seconds."""
@@ -140,8 +150,12 @@ class Isolation:
             for entry in ledger.quarantine.values()
             if (place := place_of(entry.subject)) is not None and ledger.quarantined(entry.subject) is not None
         }
-        self._fleet.isolated = found
-        passing = {place: one.event.message for (_, sick), one in self._passing.items() if (place := place_of(sick))}
+        self._passing = {
+            (code, sick): one
+            for (code, sick), one in self._passing.items()
+            if not one.lasting or f"{code}|{sick}" in ledger.standing
+        }
+        passing = {place: one.message for (_, sick), one in self._passing.items() if (place := place_of(sick))}
         self._fleet.isolated = {**passing, **found}
         if self._fleet.homeless():  # what passes keeps nobody from going on where there is nothing better
             self._fleet.isolated = found
@@ -203,24 +217,23 @@ class Isolation:
 
     def _why(self, place: Place) -> str:
         passing = self._passing_at(place)
-        return self._fleet.is_isolated(place) or (passing.event.message if passing is not None else "")
+        return self._fleet.is_isolated(place) or (passing.message if passing is not None else "")
 
     def _can_reset(self, leaving: list[Rank], code: str) -> bool:
         wanted = self._handling.verdict(code).axes.repair is Repair.RESET_DEVICE
         return wanted and all(self._fleet.agents[rank.node].resets for rank in leaving)
 
     def _code(self, place: Place) -> str:
-        entry, passing = self._entry(place), self._passing_at(place)
+        entry = self._entry(place)
         if entry is not None:
             return entry.code or MANUAL
-        return passing.event.code if passing is not None else MANUAL
+        return next((code for code, subject in self._passing if subject in subjects_at(place)), MANUAL)
 
     def _entry(self, place: Place) -> Entry | None:
         return self._handling.ledger.quarantined(f"device:{place}")
 
     def _passing_at(self, place: Place) -> Passing | None:
-        subjects = (f"device:{place}", f"node:{place.node}")
-        return next((one for (_, subject), one in self._passing.items() if subject in subjects), None)
+        return next((one for (_, subject), one in self._passing.items() if subject in subjects_at(place)), None)
 
     def _refresh_members(self) -> None:
         self._handling.members = members_of(self._fleet)
@@ -231,10 +244,17 @@ class Isolation:
             for name in spellings(address)
         }
 
-    def _say(self, changes: Iterable[Change]) -> None:
+    def _take(self, changes: Iterable[Change]) -> None:
+        """What the ledger has come to: told, and acted on."""
         for change in changes:
             if change.what in SAID:
                 self._tell(change.text)
+            if change.what is What.STRONGER and change.rule:
+                if change.axes.admission is not Admission.YES:
+                    self._passing[change.code, change.subject] = Passing(change.text, change.axes, lasting=True)
+            elif change.what is What.STRONGER:  # no longer muted
+                seen = Seen(code=change.code, subject=change.subject, axes=change.axes, evidence=change.text)
+                self._stands(seen, change.at, change.text)
 
 
 def place_of(subject: str) -> Place | None:
@@ -243,6 +263,11 @@ def place_of(subject: str) -> Place | None:
     if kind_of(subject) == "node":
         return Place(node, WHOLE_NODE)
     return Place(node, int(part)) if kind_of(subject) == "device" and part.isdecimal() else None
+
+
+def subjects_at(place: Place) -> tuple[str, str]:
+    """What a fault of this place is about."""
+    return f"device:{place}", f"node:{place.node}"
 
 
 def spellings(address: str) -> set[str]:

@@ -108,6 +108,10 @@ class ChoreDone(Message, frozen=True, kw_only=True):
     text: str = ""
     """What its command said."""
 
+    @property
+    def last_line(self) -> str:
+        return self.text.splitlines()[-1] if self.text else ""
+
 
 class Standbys(Message, frozen=True, kw_only=True):
     """How many standbys are warm, and how many are on their way."""
@@ -189,6 +193,10 @@ class Vacate(Message, frozen=True, kw_only=True):
     keep: tuple[int, ...] | None = None
     beside: bool = False
     """Not the ranks themselves, but newcomers that are made ready beside them."""
+
+
+CHECK, RESET = "check", "reset"
+"""Kinds of Chore."""
 
 
 class Chore(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ Called by `runtime.server`; asked by `cli.quarantine`.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -37,6 +37,12 @@ def listing(handling: Handling) -> dict[str, Any]:
     """Everything that is out of use."""
     entries = sorted(handling.ledger.quarantine.values(), key=lambda entry: (entry.since, entry.subject))
     return {"quarantine": [{**msgspec.to_builtins(entry), "ends": entry.ends} for entry in entries]}
+
+
+def members_in(state: Mapping[str, Any]) -> frozenset[str]:
+    """The nodes and devices that the ranks of a job had, by what its journal keeps."""
+    placed = state.get("placement", [])
+    return frozenset(subject for node, device in placed for subject in (f"node:{node}", f"device:{node}/{device}"))
 
 
 def carry_out(handling: Handling, order: Order, members: Collection[str], at: float) -> str:

@@ -20,7 +20,7 @@ from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake, Sighting
 from rerail.runtime.journal import Journal
-from rerail.runtime.orders import RankStatus, Vacate
+from rerail.runtime.orders import RankStatus
 from rerail.runtime.rollbacks import Rollbacks
 
 QUIET_S = 0.1
@@ -143,9 +143,7 @@ class Takeover:
         """End what the former controller was making ready for a hot switch, and what nodes have of ranks that are elsewhere."""
         fleet = self._controller.fleet
         for agent in fleet.connected():
-            here = tuple(rank.rank for rank in fleet.on_node(agent.node))
-            agent.send(Vacate(generation=fleet.generation, keep=here))
-            agent.send(Vacate(generation=fleet.generation + 1, keep=(), beside=True))
+            fleet.tidy_up(agent, beside=True)
 
     def _vanished(self, wall: float) -> list[Sighting]:
         """Ranks that died and whose end was told to the former controller only."""

@@ -83,19 +83,18 @@ HOT_SWITCH = Strategy(
     replaces=_replaced,
     moves=_hot_moves,
 )
-SWAP_DEVICE = Strategy(
-    rung=Rung.SWAP_DEVICE,
-    usual=Cost(t1=0.4, t2=0.02, t3=0.05),
-    answers=_answers,
-    obstacle=lambda diagnosis, now: _obstacle(diagnosis, now, same_node=True),
-    replaces=_replaced,
-    moves=lambda diagnosis, now: _taken(_movers(diagnosis, now), now, same_node=True),
-)
-SWAP_NODE = Strategy(
-    rung=Rung.SWAP_NODE,
-    usual=Cost(t1=1.0, t2=0.05, t3=0.2),
-    answers=_answers,
-    obstacle=lambda diagnosis, now: _obstacle(diagnosis, now, same_node=False),
-    replaces=_replaced,
-    moves=lambda diagnosis, now: _taken(_movers(diagnosis, now), now, same_node=False),
-)
+
+
+def _swap(rung: Rung, usual: Cost, *, same_node: bool) -> Strategy:
+    return Strategy(
+        rung=rung,
+        usual=usual,
+        answers=_answers,
+        obstacle=lambda diagnosis, now: _obstacle(diagnosis, now, same_node=same_node),
+        replaces=_replaced,
+        moves=lambda diagnosis, now: _taken(_movers(diagnosis, now), now, same_node=same_node),
+    )
+
+
+SWAP_DEVICE = _swap(Rung.SWAP_DEVICE, Cost(t1=0.4, t2=0.02, t3=0.05), same_node=True)
+SWAP_NODE = _swap(Rung.SWAP_NODE, Cost(t1=1.0, t2=0.05, t3=0.2), same_node=False)

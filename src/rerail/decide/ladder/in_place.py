@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rerail.decide.budget import EVACUATE, NODE_BACK
+from rerail.decide.budget import EVACUATE, NODE_BACK, UNBROKEN, raised
 from rerail.decide.ladder.strategy import Reason, Strategy, barred_among, in_place_obstacle
 from rerail.decide.setbacks import is_setback
-from rerail.decide.situation import UNBROKEN, Situation, broken, raised
+from rerail.decide.situation import Situation, broken
 from rerail.flow import Cost, Diagnosis, Rung
 from rerail.wording import ranks
 
