@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,6 +120,25 @@ def test_a_coordinator_that_never_decides_is_not_waited_for_forever(tmp_path: Pa
     (outcome,) = job.save(20, [tmp_path], ranks=[1], deadline_s=0.2)
     assert not outcome.ok and "neither committed nor given up" in outcome.notes[0]
     assert start([FileTier(tmp_path)]).version == 0
+
+
+def test_a_save_whose_folder_was_removed_is_given_up_although_nobody_could_write_that_down(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place was full for a moment, the coordinator failed and cleared up once there was room."""
+    monkeypatch.setattr(saving, "LATE_S", 0.2)
+    folder, outcomes = tmp_path / StepId(1, 20, 0).folder, list[Outcome]()
+    waiting = threading.Thread(target=lambda: outcomes.extend(job.save(20, [tmp_path], ranks=[1], deadline_s=60.0)))
+    waiting.start()
+    until = time.monotonic() + LIMIT_S
+    while not (folder / names.manifest_name(1)).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    (folder / names.failure_name(0)).write_text("no space left")  # it was here, so it may still come
+    FileTier(tmp_path).remove(folder.name)
+    waiting.join(LIMIT_S)
+    (outcome,) = outcomes
+    assert not outcome.ok and "given it up and removed it" in outcome.notes[0]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -65,7 +65,10 @@ class Persister:
     def run(self) -> None:
         decoder = msgspec.json.Decoder(Order)
         while True:
-            data, links, *_ = socket.recv_fds(self._link, LONGEST, 1)
+            try:
+                data, links, *_ = socket.recv_fds(self._link, LONGEST, 1)
+            except ConnectionError:  # the rank was killed with words of ours unread
+                break
             if not data:
                 break
             order = decoder.decode(data)

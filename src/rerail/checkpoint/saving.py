@@ -36,7 +36,8 @@ GONE_S = 10.0
 """Seconds to wait for the other ranks once this rank itself is gone, in addition to what the save has taken so far: they
 may be gone, too, and never have begun it."""
 LATE_S = 10.0
-"""Seconds, beyond those for a place that hangs, after which a coordinator that saves here has been seen here."""
+"""Seconds, beyond those for a place that hangs, after which a coordinator that saves here has been seen here; and after which
+what a rank has written and does not see is gone."""
 _LOOK_S = (0.01, 0.5)
 """Seconds between two looks for the others' files: the first, and the longest."""
 
@@ -132,6 +133,10 @@ def _newest_reachable(urls: Iterable[str], places: Places = PLAIN) -> int:
         with contextlib.suppress(OSError, CheckpointError):
             found.append(newest_epoch(places.at(url)))
     return max(found)
+
+
+class Removed(CheckpointError):
+    """The folder of a save has been removed: it was given up, and the place took no word of that."""
 
 
 class Patience:
@@ -321,8 +326,10 @@ def insist_on_newest(order: Order, places: Places = PLAIN) -> None:
 def _wait_for_commit(part: Part, patience: Patience, places: Places) -> None:
     tier, order, folder = part.tier, part.order, part.order.id.folder
     late_at = time.monotonic() + places.silence_s + LATE_S
+    seen_at = time.monotonic()
 
     def decided() -> bool:
+        nonlocal seen_at
         there = tier.names(folder)
         if names.COMMIT in there:
             return True
@@ -333,11 +340,17 @@ def _wait_for_commit(part: Part, patience: Patience, places: Places) -> None:
         part.heed()
         if time.monotonic() > late_at and has_left(part, there):
             raise CheckpointError("the coordinator is not here and saves other steps by now")
-        return names.manifest_name(order.rank) not in there and _replaced(tier, order.id)
+        if names.manifest_name(order.rank) in there:
+            seen_at = time.monotonic()
+            return False
+        replaced = _replaced(tier, order.id)
+        if not replaced and time.monotonic() > seen_at + LATE_S:
+            raise Removed("the coordinator has given it up and removed it")
+        return replaced
 
     try:
         patience.until(decided, lambda: "the coordinator has neither committed nor given up")
-    except CommittedElsewhere:
+    except (CommittedElsewhere, Removed):
         raise
     except CheckpointError as error:  # should it come after all, it need not wait
         with contextlib.suppress(OSError):
