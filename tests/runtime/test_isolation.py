@@ -110,6 +110,21 @@ def test_without_another_place_the_rank_stays_and_that_is_said_once() -> None:
     assert found.homeless() == "1 of 2 ranks have no healthy place left"
 
 
+def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> None:
+    said: list[str] = []
+    found = fleet()
+    keeper, handling = isolation(found, said)
+    often = Entry(subject="device:n1/1", reason="3 times", since=1.0, rule="anything-often", code="gpu.xid.48")
+    handling.add(often, members_of(found))
+    keeper.refresh()
+    assert not found.homeless() and not found.bar(1), "a job that stops helps nobody"
+    assert keeper.evacuation("j", 2.0) is None and "there is no other place" in said[0]
+    found.agents["n1"].devices = 3
+    keeper.refresh()
+    diagnosis = keeper.evacuation("j", 3.0)
+    assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
+
+
 def test_a_passing_fault_of_the_only_node_keeps_nobody_from_going_on() -> None:
     found = fleet()
     keeper, handling = isolation(found, [])

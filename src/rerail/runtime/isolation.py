@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from rerail.decide.axes import Admission, Axes, Repair, Running
 from rerail.decide.budget import EVACUATE
-from rerail.decide.escalate import Change, Ledger, What
+from rerail.decide.escalate import AT_ONCE, Change, Ledger, What
 from rerail.decide.escalation import Seen
-from rerail.decide.quarantine import Entry
+from rerail.decide.quarantine import BY_RERAIL, Entry
 from rerail.decide.subjects import kind_of
 from rerail.detect.kernel_log import KernelLog
 from rerail.flow import Diagnosis, Event, Place, Signal, new_id
@@ -145,11 +145,14 @@ class Isolation:
     def refresh(self) -> None:
         """`Fleet.isolated` as the ledger has it now."""
         ledger = self._seen = self._handling.ledger
-        found = {
-            place: f"{entry.subject} is out of use: {entry.reason or 'by hand'}"
-            for entry in ledger.quarantine.values()
-            if (place := place_of(entry.subject)) is not None and ledger.quarantined(entry.subject) is not None
-        }
+        found: dict[Place, str] = {}
+        often: set[Place] = set()
+        for entry in ledger.quarantine.values():
+            place = place_of(entry.subject)
+            if place is not None and ledger.quarantined(entry.subject) is not None:
+                found[place] = _out_of_use(entry)
+                if entry.by == BY_RERAIL and entry.rule != AT_ONCE.id:
+                    often.add(place)
         self._passing = {
             (code, sick): one
             for (code, sick), one in self._passing.items()
@@ -157,8 +160,11 @@ class Isolation:
         }
         passing = {place: one.message for (_, sick), one in self._passing.items() if (place := place_of(sick))}
         self._fleet.isolated = {**passing, **found}
-        if self._fleet.homeless():  # what passes keeps nobody from going on where there is nothing better
+        # what passes, or only comes too often, keeps nobody from going on where there is nothing better
+        if self._fleet.homeless():
             self._fleet.isolated = found
+        if self._fleet.homeless():
+            self._fleet.isolated = {place: why for place, why in found.items() if place not in often}
         self._tried = {key: one for key, one in self._tried.items() if self._why(key[1])}
 
     def evacuation(self, job: str, at: float) -> Diagnosis | None:
@@ -216,8 +222,8 @@ class Isolation:
         return not at_once or self._handling.verdict(entry.code, node=rank.node).axes.running is not Running.NO
 
     def _why(self, place: Place) -> str:
-        passing = self._passing_at(place)
-        return self._fleet.is_isolated(place) or (passing.message if passing is not None else "")
+        entry, passing = self._entry(place), self._passing_at(place)
+        return _out_of_use(entry) if entry is not None else passing.message if passing is not None else ""
 
     def _can_reset(self, leaving: list[Rank], code: str) -> bool:
         wanted = self._handling.verdict(code).axes.repair is Repair.RESET_DEVICE
@@ -255,6 +261,10 @@ class Isolation:
             elif change.what is What.STRONGER:  # no longer muted
                 seen = Seen(code=change.code, subject=change.subject, axes=change.axes, evidence=change.text)
                 self._stands(seen, change.at, change.text)
+
+
+def _out_of_use(entry: Entry) -> str:
+    return f"{entry.subject} is out of use: {entry.reason or 'by hand'}"
 
 
 def place_of(subject: str) -> Place | None:
