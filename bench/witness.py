@@ -21,6 +21,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     generation: int
     world: int
+    born: int = 0
+    """When the process began to tell: numbers of processes are used again."""
     at: int
     """CLOCK_MONOTONIC, nanoseconds."""
     node: str = ""
@@ -33,6 +35,7 @@ class Witness:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._born = time.monotonic_ns()
 
     def completed(self, *, rank: int, step: int, generation: int, world: int, digest: str = "") -> None:
         """In one write, so that lines of several ranks never mix."""
@@ -42,6 +45,7 @@ class Witness:
             step=step,
             generation=generation,
             world=world,
+            born=self._born,
             at=time.monotonic_ns(),
             node=os.environ.get("RERAIL_NODE", ""),
             digest=digest,
@@ -77,7 +81,7 @@ class Checker:
     def __init__(self) -> None:
         self._newest: Step | None = None
         self._process: dict[int, Step] = {}
-        self._former: dict[tuple[int, int], Step] = {}
+        self._former: dict[tuple[int, int, int], Step] = {}
 
     def look(self, step: Step) -> str:
         """What is wrong with it, as a sentence; empty if nothing is."""
@@ -89,14 +93,14 @@ class Checker:
             )
         elif newest is None or step.generation > newest.generation:
             self._newest = step
-        if (by := self._former.get((step.rank, step.pid))) is not None:
+        if (by := self._former.get((step.rank, step.pid, step.born))) is not None:
             return (
                 f"rank {step.rank} (process {step.pid}) completed step {step.step} "
                 f"{(step.at - by.at) / 1e9:.3f} s after process {by.pid} had taken its place"
             )
         before = self._process.get(step.rank)
-        if before is not None and before.pid != step.pid and not found:
-            self._former[step.rank, before.pid] = step
+        if before is not None and (before.pid, before.born) != (step.pid, step.born) and not found:
+            self._former[step.rank, before.pid, before.born] = step
         if not found:
             self._process[step.rank] = step
         return found

@@ -280,3 +280,16 @@ def test_a_rank_that_was_replaced_too_often_moves_or_all_are_started_again() -> 
 def test_nobody_who_still_works_is_moved_where_there_is_no_place_nor_is_anything_else_broken_for_it() -> None:
     decision = decide(EVACUATED, tried={Rung.HOT_SWITCH: "no"})
     assert decision.rung is Rung.RESTART_ALL
+
+
+@pytest.mark.parametrize(
+    "rung", [Rung.REPLACE_RANK, Rung.RESET_DEVICE, Rung.SWAP_DEVICE, Rung.SWAP_NODE, Rung.HOT_SWITCH]
+)
+def test_somebody_has_to_be_left_who_keeps_the_state(rung: Rung) -> None:
+    everybody = msgspec.structs.replace(EVACUATED, ranks=(0, 1, 2, 3))
+    places = {rank: Place("n1", rank) for rank in range(4)}
+    free = tuple(Place("n1", device) for device in range(4, 8))
+    decision = decide(everybody, places=places, free=free, wants_reset=True)
+    (found,) = [one for one in decision.candidates if one.rung is rung]
+    assert not found.feasible
+    assert rung is Rung.REPLACE_RANK or found.why == "no rank would be left that keeps the state"

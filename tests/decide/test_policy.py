@@ -138,6 +138,7 @@ def test_unknown_codes_are_judged_by_their_severity(severity: Severity, scope: s
             "policy 1: ladder 'retry_stp' is not one of .*did you mean retry_step",
         ),
         ("[[policy]]\nladder = []", "ladder is empty"),
+        ('[[policy]]\ncode = []\nladder = ["stop"]', "code is empty, which would mean any"),
         ('[[policy]]\nlevel = "RestartNPUs"', "policy 1: there is no level 'RestartNPUs'; did you mean RestartNPU"),
         ('[[policy]]\ncode = "gpu.*"', "it says nothing"),
         ("[[policy]]\nmute_s = -1", "mute_s is -1"),

@@ -8,10 +8,10 @@ from rerail.config import JobSpec, Settings
 from rerail.flow import Decision, Place, Rung
 from rerail.recover.execute import Execution
 from rerail.recover.stages import Marks
-from rerail.runtime.fleet import Agent, Fleet
+from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake
-from rerail.runtime.orders import Kept, Promote
+from rerail.runtime.orders import Kept, Promote, Vacate
 
 
 class Line:
@@ -41,6 +41,21 @@ def test_a_hot_switch_to_a_spare_node_tells_the_newcomer_of_its_new_place() -> N
         assert (env["LOCAL_WORLD_SIZE"], env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("2", "1", "2")
         assert order.assignment.address == "10.0.0.2"
     assert [rank.node for rank in fleet.ranks.values()] == ["a", "a", "b", "b"], "nobody has moved yet"
+
+
+def test_a_hot_switch_that_is_not_done_when_the_training_ends_is_dropped() -> None:
+    fleet, line = Fleet(), Line()
+    fleet.agents["a"] = Agent("a", "10.0.0.1", 2, -1, "first", heard=0.0, link=line)
+    fleet.place(fleet.agents.values())
+    execution = Execution(fleet, JobSpec(job="j", min_nodes=1, max_nodes=1, script="train.py"), Settings())
+    moves = {1: Place("a", 2)}
+    execution.warm(Decision(id="d", job="j", at=0.0, rung=Rung.HOT_SWITCH, ranks=(1,), moves=moves), 0.0, 0.0)
+    execution.advance(1.0, 1.0)
+    assert not execution.dropped
+    fleet.ranks[0].state = RankState.FINISHED
+    execution.advance(2.0, 2.0)
+    assert "the training was over" in execution.dropped and not execution.problem
+    assert isinstance(line.sent[-1], Vacate) and line.sent[-1].beside
 
 
 def test_when_nobody_has_the_state_a_newcomer_in_another_place_is_not_tried() -> None:

@@ -32,7 +32,7 @@ from rerail.flow import (
 )
 from rerail.report.compose import one_line
 from rerail.report.summary import find_run
-from rerail.report.text import bar, costs, table
+from rerail.report.text import bar, costs, done, table
 from rerail.runtime.journal import FILE_NAME, Journal
 
 COST = Cost(detect=0.2, t0=0.04, t1=3.9, t2=0.3, t3=1.1)
@@ -73,6 +73,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         journal.close()
         os.utime(tmp_path / job / FILE_NAME, (1000 - age, 1000 - age))
     return tmp_path
+
+
+@pytest.mark.parametrize("rung", list(Rung))
+def test_every_rung_has_words(rung: Rung) -> None:
+    assert done(
+        Report(id="r", job="j", at=0.0, incident=1, code="c", summary="", rung=rung, ok=True, cost=Cost(), attempts=1)
+    )
 
 
 def test_report_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

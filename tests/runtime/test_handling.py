@@ -138,6 +138,7 @@ def test_a_person_takes_something_out_of_use_and_back() -> None:
     [
         (order("release", "n1"), "node:n1 is not in quarantine"),
         (order("add", "n9"), "this job has no node:n9"),
+        (order("add", "n1/9"), "node:n1 has no device 9 in this job"),
         (order("add", "n1", reason=" "), "needs a reason"),
         (order("burn", "n1"), "nothing called 'burn'"),
         (order("add", "?"), "names nothing"),

@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 
 from rerail.cli.policy_replay import replay
-from rerail.config import Settings, load_settings, settings_file
+from rerail.config import Settings, listed, load_settings, settings_file
 from rerail.decide.axes import Repair
 from rerail.decide.choose import choose
 from rerail.decide.escalation import Escalation, Seen
 from rerail.decide.policy import About, Policy, Verdict
+from rerail.decide.setbacks import FAULTS, rolls_back
 from rerail.decide.situation import Situation
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
@@ -86,7 +87,8 @@ def _explain(args: argparse.Namespace, settings: Settings, faults: tuple[Fault, 
     about = About.of(fault, job=args.job, node=args.node)
     verdict = policy.verdict(about)
     escalations = _escalations(settings, policy, about, verdict)
-    decision = choose(example(fault), _situation(fault, verdict), at=0.0) if verdict.axes.running != "no" else None
+    acts = verdict.axes.running != "no" or fault.code in rolls_back(listed(settings.roll_back))
+    decision = choose(example(fault), _situation(fault, verdict), at=0.0) if acts else None
     if args.json:
         shown: dict[str, Any] = {
             "code": fault.code,
@@ -125,10 +127,10 @@ def _escalations(settings: Settings, policy: Policy, about: About, verdict: Verd
 
 def example(fault: Fault) -> Diagnosis:
     """This fault as it would be found on one rank of four; it takes the process along unless only the work has to be done again."""
-    lost = () if fault.action in ("retry_in_place", "ignore") else (1,)
+    lost = () if fault.action in ("retry_in_place", "ignore") or fault.code in FAULTS else (1,)
     return Diagnosis(
         id="", job="", at=0.0, code=fault.code, root="", node="n1", ranks=(1,), lost=lost, step=100,
-        hardware=fault.hardware, rule="earliest-root", summary=fault.title,
+        hardware=fault.hardware, rule="earliest-root", summary=fault.title, trusted=99 if fault.code in FAULTS else -1,
     )  # fmt: skip
 
 
@@ -158,6 +160,8 @@ def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], de
     ]
     if verdict.mute_s:
         lines.append(f"mute        counts only if it still stands after {verdict.mute_s:g} s")
+    if verdict.axes.running != "no" and verdict.axes.admission == "yes" and fault.hardware:
+        lines.append("told        by a monitor alone, nothing is done: only when a rank breaks of it")
     lines += [f"escalation  {_words(rule)}" for rule in escalations] or ["escalation  none"]
     if decision is None:
         return [*lines, "would do    nothing to the running job"]

@@ -76,7 +76,9 @@ def _text(status: dict[str, Any], folder: Path) -> str:
     ]
     for node in status["nodes"]:
         there = "connected" if node["connected"] else "away"
-        lines.append(f"  node {node['node']}: {there}, {node['standbys']} standbys warm, {node['warming']} warming")
+        lines.append(
+            f"  node {node['node']}: {there}, {counted(node['standbys'], 'standby')} warm, {node['warming']} warming"
+        )
     for rank in status["ranks"]:
         pid = f"pid {rank['pid']}" if rank.get("pid") else ""
         lines.append(

@@ -10,6 +10,8 @@ controller. Called by `runtime.rollbacks`; read by `decide.verdicts` and `decide
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from rerail.flow import Diagnosis
@@ -23,6 +25,11 @@ CALM = 100
 """Steps of progress after which going back counts anew."""
 MOST_SKIPPED = 1000
 """Batches that are left out at once, at most. Of a spike nobody knows which one it was."""
+
+
+def rolls_back(kinds: Iterable[str]) -> frozenset[str]:
+    """Codes of what all go back for under the setting `roll_back`; what the script itself refuses always is."""
+    return frozenset({*(KINDS[kind] for kind in kinds), BAD_BATCH})
 
 
 def is_setback(diagnosis: Diagnosis) -> bool:

@@ -61,6 +61,9 @@ def _converted(table: Mapping[str, Any], kind: type[R], shape: Shape, where: str
         if key not in fields:
             raise ConfigError(f"{where}: there is no key {key!r}{guess(key, fields) or there_are(fields)}")
     row = {key: [value] if key in shape.lists and isinstance(value, str) else value for key, value in table.items()}
+    for key in shape.lists:
+        if row.get(key) == []:
+            raise ConfigError(f"{where}: {key} is empty, which would mean any; name some, or leave it out")
     for key, known in shape.choices.items():
         given = row.get(key, [])
         for word in given if isinstance(given, list) else [given]:

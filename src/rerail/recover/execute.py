@@ -48,6 +48,8 @@ class Execution:
         self.rung: Rung | None = None
         self.problem = ""
         """Why the newest generation cannot be formed; the controller then decides anew."""
+        self.dropped = ""
+        """Why nothing came of what was begun, and nothing need be done instead."""
         self.marks = Marks()
         self.actions = ActionLog(spec.job, fleet)
         self.master: tuple[str, int] = ("127.0.0.1", 0)
@@ -141,7 +143,7 @@ class Execution:
     def _begin(self, rung: Rung, now: float, wall: float, cause: str) -> None:
         self.switch.abandon()
         self.resets.waiting.clear()
-        self.rung, self.problem, self.marks = rung, "", Marks()
+        self.rung, self.problem, self.dropped, self.marks = rung, "", "", Marks()
         self.actions.cause, self.actions.wall = cause, wall
         self._began, self._fresh = now, False
 
@@ -170,7 +172,10 @@ class Execution:
 
     def _go_on_warming(self, now: float) -> None:
         self.switch.overdue(now, self._settings.build_timeout_s)
-        if self.switch.problem:
+        if self.fleet.in_state(RankState.FINISHED, RankState.EXITED):
+            self.dropped, self.stage = "the training was over before a spare was ready", Stage.IDLE
+            self.switch.abandon()
+        elif self.switch.problem:
             self.problem, self.stage = self.switch.problem, Stage.IDLE
             self.switch.abandon()
         elif self.switch.ready:

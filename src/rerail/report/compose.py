@@ -13,7 +13,7 @@ from rerail.report.timeline import Timeline, lost_steps, measure, phases
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
 from rerail.runtime.plans import Source
-from rerail.wording import counted
+from rerail.wording import counted, ranks
 
 
 def timeline(incident: Incident, marks: Marks, fleet: Fleet, now: float) -> Timeline:
@@ -40,7 +40,8 @@ def compose(
     diagnosis, decision = incident.diagnosis, incident.decision
     if diagnosis is None or decision is None:
         raise ValueError(f"incident {incident.number} has no decision yet; it cannot be reported")
-    ok = not detail and decision.rung is not Rung.STOP
+    stopped = decision.rung is Rung.STOP
+    ok = not detail and not stopped
     recovery = Recovery(
         id=new_id("recovery"),
         job=decision.job,
@@ -50,9 +51,9 @@ def compose(
         generation=generation,
         ok=ok,
         attempts=incident.attempts,
-        resumed_step=line.resumed_version,
-        sources={rank: _source(source) for rank, source in sources.items()},
-        phases=phases(line),
+        resumed_step=line.resumed_version if not stopped else -1,
+        sources={rank: _source(source) for rank, source in sources.items()} if not stopped else {},
+        phases=phases(line) if not stopped else (),
         detail=detail or decision.why,
     )
     report = Report(
@@ -65,9 +66,9 @@ def compose(
         summary=_summary(diagnosis, incident.later),
         rung=decision.rung,
         ok=ok,
-        cost=measure(line),
-        lost_steps=lost_steps(line),
-        resumed_step=line.resumed_version,
+        cost=measure(line) if not stopped else Cost(detect=line.detect_s),
+        lost_steps=lost_steps(line) if not stopped else 0,
+        resumed_step=line.resumed_version if not stopped else -1,
         fidelity=Fidelity.APPROXIMATE if decision.rung in _HOW else Fidelity.EXACT,
         attempts=incident.attempts,
         ranks=tuple(sorted({*diagnosis.ranks, *(rank for later in incident.later for rank in later.ranks)})),
@@ -121,7 +122,8 @@ def one_line(report: Report, recovery: Recovery) -> str:
     if report.rung is Rung.HOT_SWITCH:
         return f"{report.summary}: {places}; a pause of {took}, no step lost"
     moved = f" ({places})" if places else ""
-    done = _HOW.get(report.rung, "replaced in {took}{moved}, survivors kept").format(took=took, moved=moved)
+    how = _HOW.get(report.rung) or _ALSO.get(report.rung, "replaced in {took}{moved}, survivors kept")
+    done = how.format(took=took, moved=moved, ranks=ranks(report.ranks))
     return f"{report.summary}: {found}{done}, {replayed}"
 
 
@@ -130,6 +132,7 @@ _HOW = {
     Rung.GROW: "empty seats filled in {took}{moved}",
 }
 """Rungs that change who adds up what: the same numbers within rounding, not the same bits."""
+_ALSO = {Rung.RESET_DEVICE: "device of {ranks} reset and its process replaced in {took}, survivors kept"}
 
 
 def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:

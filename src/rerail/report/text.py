@@ -23,7 +23,11 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _DONE = {
     Rung.RETRY_STEP: "step retried",
     Rung.ROLL_BACK: "rolled back",
+    Rung.HOT_SWITCH: "switched to a spare",
     Rung.REPLACE_RANK: "rank replaced",
+    Rung.RESET_DEVICE: "device reset",
+    Rung.SWAP_DEVICE: "moved to a spare device",
+    Rung.SWAP_NODE: "moved to a spare node",
     Rung.GROW: "empty seats filled",
     Rung.SHRINK: "went on with fewer ranks",
     Rung.RESTART_ALL: "all restarted",

@@ -161,8 +161,11 @@ class Controller:
             return None
         if self.execution.problem and self.execution.rung is not None:
             incident.failed(self.execution.marks.in_vain(self.execution.rung), self.execution.problem)
-            self.execution.problem = ""
-            return incident.newest_diagnosis()
+            why, self.execution.problem = self.execution.problem, ""
+            if self.isolation.is_pointless(found := incident.newest_diagnosis()):
+                self._close(why)
+                return None
+            return found
         if not incident.fresh:
             return None
         if incident.decision is not None and not self._is_new_work(incident.fresh):
@@ -223,7 +226,7 @@ class Controller:
         stage = self.execution.stage
         blind = incident.decision.rung is Rung.RESTART_ALL and not self._await_resume and stage is Stage.PARKING
         if stage is Stage.IDLE or blind:
-            self._close("")
+            self._close(self.execution.dropped)
 
     def _count(self, decision: Decision) -> None:
         """Restarts and replacements are not without end."""
@@ -278,7 +281,7 @@ class Controller:
         if self.incident is None:
             now = time.monotonic()
             self.incidents += 1
-            version = max(self.fleet.high_version, event.step if event is not None else -1)
+            version = max(self.fleet.newest_version(), event.step if event is not None else -1)
             deadline = now + self.settings.echo_window_s
             self.incident = Incident(number=self.incidents, opened=now, fault_version=version, echo_deadline=deadline)
         elif event is not None and not self.incident.fresh:
@@ -307,6 +310,7 @@ class Controller:
     def _start_job(self, now: float, wall: float) -> None:
         self.fleet.place(self.fleet.fit()[: self.spec.max_nodes])
         self._started = now
+        self.isolation.tell_of_the_start()
         self.execution.restart(now, wall, restarts=self._restarts(), cause="", first=True)
 
     def _close(self, detail: str) -> None:
@@ -315,14 +319,8 @@ class Controller:
         if incident is None:
             return
         self._note_actions()
-        recovery, report = compose(
-            incident,
-            timeline(incident, marks, fleet, time.monotonic()),
-            marks.sources,
-            fleet.generation,
-            time.time(),
-            detail,
-        )
+        line = timeline(incident, marks, fleet, time.monotonic())
+        recovery, report = compose(incident, line, marks.sources, fleet.generation, time.time(), detail)
         self._notes.note(incident.number, recovery, report)
         self.experience.note(report, incident.attempted)
         self.incident = None

@@ -354,7 +354,8 @@ class Fleet:
         """What the next controller must know."""
         places = [[rank.node, rank.local_rank] for rank in self.ranks.values()]
         vacant = {str(rank.rank): rank.barred for rank in self.vacant()}
-        return {"placement": places, "vacant": vacant, "elastic": self.elastic}
+        devices = {agent.node: max(agent.devices, agent.slots) for agent in self.agents.values()}
+        return {"placement": places, "vacant": vacant, "elastic": self.elastic, "devices": devices}
 
     def recall(self, state: dict[str, Any]) -> None:
         """The ranks a former controller had placed, states unknown until the agents speak."""
@@ -379,6 +380,10 @@ class Fleet:
         if rank in self.ranks:
             self.ranks[rank].version = version
             self.high_version = max(self.high_version, version)
+
+    def newest_version(self) -> int:
+        """The highest that a rank holds, as far as it has told."""
+        return max((rank.version for rank in self.ranks.values()), default=-1)
 
     def usual_step_s(self) -> float:
         return max((rank.usual_step_s for rank in self.ranks.values()), default=0.0)

@@ -5,6 +5,7 @@ Made and read by `runtime.controller`; its records go to the journal under its n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,8 @@ class Incident:
         seen = (*self.events, *self.fresh)
         if not seen or (event.role is Role.ROOT and not any(e.role is Role.ROOT for e in seen)):
             self.detect_s = sighting.age_s
+            if not self.attempts:  # what came before were its echoes
+                self.opened = time.monotonic()
         if not any(_same(event, other) for other in seen):
             self.fresh.append(event)
         self.link((sighting.signal, event))

@@ -14,14 +14,13 @@ from rerail.decide.axes import Admission, Axes, Repair, Running
 from rerail.decide.budget import EVACUATE
 from rerail.decide.escalate import AT_ONCE, Change, Ledger, What
 from rerail.decide.escalation import Seen
-from rerail.decide.quarantine import BY_RERAIL, Entry
+from rerail.decide.quarantine import Entry
 from rerail.decide.subjects import kind_of
 from rerail.detect.kernel_log import KernelLog
 from rerail.flow import Diagnosis, Event, Place, Signal, new_id
 from rerail.runtime.fleet import Fleet, Rank, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
-from rerail.wording import ranks
 
 WHOLE_NODE = -1
 SAID = (What.STRONGER, What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION, What.BACK)
@@ -61,6 +60,9 @@ class Isolation:
         """Checks of what is on probation, by the order: those under way, and those that failed."""
         self._tried: dict[tuple[int, Place], Tried] = {}
         """Ranks that were to leave a place and did not, or had nowhere to go."""
+        for one in handling.ledger.standing.values():  # of which a former controller was told
+            if one.gone_since < 0 and (one.occurred or not one.seen.mute_s):
+                self._stands(one.seen, one.since, one.seen.evidence)
         self.refresh()
 
     def heard(self, signal: Signal, event: Event) -> None:
@@ -72,7 +74,7 @@ class Isolation:
         self._take(handling.heard(event, subject, over=over, once=once))
         seen = handling.seen(event, subject, over=over, once=once)
         if not seen.mute_s or over:
-            self._stands(seen, event.at, event.message)
+            self._stands(seen, event.at, event.message or f"{seen.subject}: {seen.code}")
         self.refresh()
 
     def _stands(self, seen: Seen, at: float, message: str) -> None:
@@ -146,13 +148,13 @@ class Isolation:
         """`Fleet.isolated` as the ledger has it now."""
         ledger = self._seen = self._handling.ledger
         found: dict[Place, str] = {}
-        often: set[Place] = set()
+        doubted: set[Place] = set()
         for entry in ledger.quarantine.values():
             place = place_of(entry.subject)
             if place is not None and ledger.quarantined(entry.subject) is not None:
                 found[place] = _out_of_use(entry)
-                if entry.by == BY_RERAIL and entry.rule != AT_ONCE.id:
-                    often.add(place)
+                if entry.rule != AT_ONCE.id:
+                    doubted.add(place)
         self._passing = {
             (code, sick): one
             for (code, sick), one in self._passing.items()
@@ -160,32 +162,51 @@ class Isolation:
         }
         passing = {place: one.message for (_, sick), one in self._passing.items() if (place := place_of(sick))}
         self._fleet.isolated = {**passing, **found}
-        # what passes, or only comes too often, keeps nobody from going on where there is nothing better
+        # what passes, comes too often or was said by hand keeps nobody from going on where there is nothing better
+        if self._fleet.homeless():
+            taken = {rank.place for rank in self._fleet.ranks.values()}
+            here = {place.node for place in taken}
+            self._fleet.isolated = {
+                **{p: why for p, why in passing.items() if p not in taken and not (p.device < 0 and p.node in here)},
+                **found,
+            }
         if self._fleet.homeless():
             self._fleet.isolated = found
         if self._fleet.homeless():
-            self._fleet.isolated = {place: why for place, why in found.items() if place not in often}
+            self._fleet.isolated = {place: why for place, why in found.items() if place not in doubted}
         self._tried = {key: one for key, one in self._tried.items() if self._why(key[1])}
+
+    def tell_of_the_start(self) -> None:
+        """Who begins in a place that is out of use, for want of a better one."""
+        for rank in self._fleet.ranks.values():
+            if why := self._why(rank.place):
+                self._tell(f"rank {rank.rank} starts on {rank.place}, though {why}: there is no other place")
 
     def evacuation(self, job: str, at: float) -> Diagnosis | None:
         """Ranks that still work where nobody should be, and for whom there is a better place; None: nobody has to leave."""
         fleet = self._fleet
         calm = fleet.aware and not fleet.dismissed and all(rank.trained for rank in fleet.members())
+        calm = calm and not fleet.in_state(RankState.FINISHED)
         if not calm or not (self._passing or self._handling.ledger.quarantine):
             return None
         sick = [rank for rank in self._fleet.in_state(RankState.RUNNING) if self._must_leave(rank)]
         if not sick:
             return None
         place = sick[0].place
-        leaving = [rank for rank in sick if self._code(rank.place) == self._code(place)]
-        numbers, code, why = tuple(rank.rank for rank in leaving), self._code(place), self._why(place)
-        stuck = len(self._fleet.free()) < len(numbers) and not self._can_reset(leaving, code)
-        for rank in leaving:
-            self._note_try(rank, stuck=stuck)
-        if stuck:
-            self._tell(f"{ranks(numbers)} stay in place, though {why}: there is no other place")
+        code, why = self._code(place), self._why(place)
+        leaving = [rank for rank in sick if self._code(rank.place) == code]
+        if not self._can_reset(leaving, code):
+            free = len(fleet.free())
+            for rank in leaving[free:]:
+                self._note_try(rank, stuck=True)
+                self._tell(f"rank {rank.rank} stays in place, though {self._why(rank.place)}: there is no other place")
+            leaving = leaving[:free]
+        leaving = leaving[: len(fleet.members()) - 1]  # somebody has to keep the state; the last one is next
+        if not leaving:
             return None
-        entry = self._entry(place)
+        for rank in leaving:
+            self._note_try(rank, stuck=False)
+        numbers, entry = tuple(rank.rank for rank in leaving), self._entry(place)
         return Diagnosis(
             id=new_id("diagnosis"),
             job=job,
@@ -200,6 +221,14 @@ class Isolation:
             summary=why,
             evidence=entry.evidence if entry is not None else (),
         )
+
+    def is_pointless(self, diagnosis: Diagnosis | None) -> bool:
+        """All train on, and those who were to leave their places have nowhere to go any more."""
+        fleet = self._fleet
+        if diagnosis is None or diagnosis.rule != EVACUATE or fleet.generation != fleet.formed_generation:
+            return False
+        leaving = [fleet.ranks[rank] for rank in diagnosis.ranks]
+        return len(fleet.free()) < len(leaving) and not self._can_reset(leaving, diagnosis.code)
 
     def _note_try(self, rank: Rank, *, stuck: bool) -> None:
         free, before = frozenset(self._fleet.free()), self._tried.get((rank.rank, rank.place))
@@ -261,6 +290,8 @@ class Isolation:
             elif change.what is What.STRONGER:  # no longer muted
                 seen = Seen(code=change.code, subject=change.subject, axes=change.axes, evidence=change.text)
                 self._stands(seen, change.at, change.text)
+                if change.axes.admission is Admission.YES:
+                    self._tell(f"{change.subject}: nothing is done about {change.code} as long as no rank breaks of it")
 
 
 def _out_of_use(entry: Entry) -> str:

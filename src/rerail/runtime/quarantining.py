@@ -41,8 +41,9 @@ def listing(handling: Handling) -> dict[str, Any]:
 
 def members_in(state: Mapping[str, Any]) -> frozenset[str]:
     """The nodes and devices that the ranks of a job had, by what its journal keeps."""
-    placed = state.get("placement", [])
-    return frozenset(subject for node, device in placed for subject in (f"node:{node}", f"device:{node}/{device}"))
+    places = [(node, device) for node, device in state.get("placement", [])]
+    places += [(node, device) for node, count in state.get("devices", {}).items() for device in range(count)]
+    return frozenset(subject for node, device in places for subject in (f"node:{node}", f"device:{node}/{device}"))
 
 
 def carry_out(handling: Handling, order: Order, members: Collection[str], at: float) -> str:
@@ -62,6 +63,12 @@ def carry_out(handling: Handling, order: Order, members: Collection[str], at: fl
         raise UsageError(
             f"this job has no {node_of(subject)}{guess(node_of(subject), names)}",
             hint=f"it has {', '.join(names[:8])}; --force for one that is to come",
+        )
+    number = subject.rpartition("/")[2]
+    if members and not order.force and kind_of(subject) == "device" and number.isdecimal() and subject not in members:
+        there = sorted(one for one in members if kind_of(one) == "device" and node_of(one) == node_of(subject))
+        raise UsageError(
+            f"{node_of(subject)} has no device {number} in this job", hint=f"it has {', '.join(there[:8])}"
         )
     known = handling.ledger.quarantine.get(subject)
     entry = Entry(
