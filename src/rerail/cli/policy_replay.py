@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rerail.config import Settings
+from rerail.decide.axes import Admission
 from rerail.decide.escalate import Change
 from rerail.decide.policy import Verdict
 from rerail.detect.levels import Levels
@@ -73,7 +74,11 @@ def walk(records: list[AnyRecord], handling: Handling) -> tuple[list[Step], list
             payload = signals[record.cause_id].payload if record.cause_id in signals else {}
             subject, over = str(payload.get("subject", "")), bool(payload.get("over"))
             changes += _ticks(handling, record.at)
-            changes += handling.heard(record, subject, over=over, once=payload.get("detector") in (None, "kernel_log"))
+            once = payload.get("detector") in (None, "kernel_log")
+            changes += handling.heard(record, subject, over=over, once=once)
+            seen = handling.seen(record, subject, over=over, once=once)
+            if payload.get("subject") and not (over or seen.mute_s) and seen.axes.admission is Admission.NO:
+                changes += handling.isolate(seen, record.at)
         elif isinstance(record, Decision) and record.cause_id in diagnoses:
             steps.append(_step(record, diagnoses[record.cause_id], handling))
     end = max((record.at for record in records), default=0.0)
@@ -116,16 +121,13 @@ def _cheapest(candidates: tuple[Candidate, ...], verdict: Verdict) -> Rung:
 
 
 def _described(steps: list[Step], changes: list[Change], handling: Handling, origin: str) -> list[str]:
-    lines = []
+    told = [(change.at, f"{_clock(change.at)}  {change.what}: {change.text}") for change in changes]
     for step in steps:
         mark = "same" if step.done is step.would else "other"
-        lines.append(
-            f"{_clock(step.at)}  {step.code} on {step.node}: done {step.done}, would {step.would} ({mark}: {step.why})"
-        )
-        lines.append(
-            f"          {step.verdict.axes}" + (f", muted for {step.verdict.mute_s:g} s" if step.verdict.mute_s else "")
-        )
-    lines += [f"{_clock(change.at)}  {change.what}: {change.text}" for change in changes]
+        muted = f", muted for {step.verdict.mute_s:g} s" if step.verdict.mute_s else ""
+        what = f"{step.code} on {step.node}: done {step.done}, would {step.would} ({mark}: {step.why})"
+        told.append((step.at, f"{_clock(step.at)}  {what}\n          {step.verdict.axes}{muted}"))
+    lines = [text for _, text in sorted(told, key=lambda one: one[0])]
     other = sum(step.done is not step.would for step in steps)
     lines.append(
         f"{origin}: {counted(len(steps), 'decision')}, {other} of them otherwise; "

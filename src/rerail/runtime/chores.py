@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from rerail.runtime.orders import CHECK, RESET, Chore, ChoreDone
+from rerail.runtime.processes import attended
 
 LIMIT_S = {CHECK: 1800.0, RESET: 180.0}
 TEXT = 2000
@@ -71,6 +72,7 @@ async def _run(command: list[str], limit_s: float, env: Mapping[str, str]) -> tu
         env=dict(env),
         start_new_session=True,
     )
+    attended.add(process.pid)
     try:
         said, _ = await asyncio.wait_for(process.communicate(), limit_s)
     except TimeoutError:
@@ -79,6 +81,7 @@ async def _run(command: list[str], limit_s: float, env: Mapping[str, str]) -> tu
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        attended.discard(process.pid)
     return process.returncode == 0, said.decode(
         errors="replace"
     ).strip() or f"{command[0]}: exit code {process.returncode}"

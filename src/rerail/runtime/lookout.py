@@ -15,7 +15,7 @@ from rerail.config import Settings
 from rerail.detect.kernel_log import KernelLog, victim_of
 from rerail.detect.monitor import AGENT, SOURCE, Found
 from rerail.flow import Signal, new_id
-from rerail.runtime.processes import say
+from rerail.runtime.processes import attended, say
 
 START_S = 3.0
 """Seconds after the agent's start: the ranks come first."""
@@ -68,6 +68,7 @@ class Lookout:
             env={**self._env, AGENT: str(os.getpid())},
             limit=MAX_LINE,
         )
+        attended.add(self._process.pid)
         stream = self._process.stdout
         assert stream is not None, "it was asked for"
         while True:
@@ -106,3 +107,5 @@ class Lookout:
                 self._process.kill()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), DYING_S)
+        if self._process is not None:
+            attended.discard(self._process.pid)

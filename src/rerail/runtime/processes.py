@@ -148,6 +148,10 @@ def _variable_of(pid: int, name: str) -> str | None:
     return None
 
 
+attended: set[int] = set()
+"""Children that somebody here waits for, and ends."""
+
+
 def reap(pid: int) -> bool:
     """Collect the adopted child `pid` if it has ended; True when it is gone."""
     try:
@@ -158,7 +162,7 @@ def reap(pid: int) -> bool:
 
 def end_orphans(keep: Iterable[int], owned_by_the_living: Callable[[int], bool] = lambda pid: False) -> int:
     """SIGKILL and reap adopted children. Those in `keep`, owned by a living rank or spared stay. How many are left."""
-    kept, left = set(keep), 0
+    kept, left = {*keep, *attended}, 0
     for pid in children_of_self():
         if pid in kept or reap(pid):
             continue
