@@ -75,6 +75,9 @@ CLOUDS = ("aws", "gcp", "azure")
 """Whose metadata services tell of what is going to happen to a machine."""
 HANDLINGS = ("rescheduling", "graceful")
 """Presets of handling: move to healthy devices first, or try to recover the faulty one first."""
+FAST = "fast"
+FIDELITIES = ("exact", FAST)
+"""Whether repairs may give other numbers than a run without faults."""
 SUBJECTS = ("rank", "node", "job")
 """What `restart_limits` counts restarts of."""
 _SENDER = re.compile(r"[A-Za-z0-9][\w.@:/-]{0,127}", re.ASCII)
@@ -184,6 +187,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
     vote_every: int = 100
     """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; they are also compared whenever a snapshot or checkpoint is taken, and at the end. 0: never at all. One pass over parameters and optimizer state each."""
+    fidelity: str = "exact"
+    """`exact`: every repair gives the very numbers of a run without faults. `fast`: a lost shard that no replica holds comes from its last snapshot while the survivors keep what they have, where that is cheaper; the loss is watched, and all go back if it does not heal."""
+    rehab_share: float = 0.25
+    """With `fidelity = "fast"`: the largest share of the ranks that may be restored like that at once. 0.25: half a model lost was bad in trials."""
+    rehab_from: int = 100
+    """With `fidelity = "fast"`: the first step at which that is allowed. A run in its warm-up changes too fast."""
     roll_back: str = "nan"
     """Faults of the training after which all ranks go back to before them and compute the same again, then leave the data out: `nan` (loss or gradient norm not finite), `spike` (of the loss), `divergence`. Empty: they are only told."""
     roll_back_limit: int = 3
@@ -352,11 +361,10 @@ def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
 
 def _check_ranges(settings: Settings) -> None:
     limits_of(settings.restart_limits)
-    if settings.handling not in HANDLINGS:
-        raise ConfigError(
-            f"setting handling is {settings.handling!r}, but must be one of {', '.join(HANDLINGS)}"
-            f"{guess(settings.handling, HANDLINGS)}"
-        )
+    for name, words in (("handling", HANDLINGS), ("fidelity", FIDELITIES)):
+        word = getattr(settings, name)
+        if word not in words:
+            raise ConfigError(f"setting {name} is {word!r}, but must be one of {', '.join(words)}{guess(word, words)}")
     if settings.node_store:
         node_memory(settings.node_store)
     if settings.snapshot_memory:

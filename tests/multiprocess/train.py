@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import rerail
+from rerail.session.fabric import fabric
 
 WIDTH, BATCH = 32, 8
 
@@ -110,7 +111,7 @@ def once(mark: str) -> bool:
 
 
 def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
-    """`raise`: ahead of the backward pass. `skew`: die behind it, while another rank dawdles. `midway`: die while most
+    """`raise`, `die`: ahead of the backward pass. `skew`: die behind it, while another rank dawdles. `midway`: die while most
     of a message is still to come."""
     for name, victim, at in (one.split("@") for one in fault.split(",") if one):
         if step != int(at):
@@ -122,6 +123,8 @@ def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
             raise ConnectionError("the metrics server went away")
         if name == "always" and where == "before" and rank == int(victim):
             raise ValueError("this batch is bad")
+        if name == "die" and where == "before" and rank == int(victim) and once(f"die{at}"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if name == "midway" and where == "before":
             work = dist.broadcast(torch.full((40_000_000,), float(rank)), 0, async_op=True)
             if rank == int(victim) and once(f"midway{at}"):
@@ -146,6 +149,10 @@ def main() -> None:
     parser.add_argument("--flip-at", type=int, default=-1, help="in this step a parameter of rank 1 goes astray")
     parser.add_argument("--inner", action="store_true", help="track the module inside of DDP")
     parser.add_argument("--drift-from", type=int, default=-1, help="from this step on rank 1 goes its own way")
+    parser.add_argument("--tell", action="store_true", help="tell the loss to rerail")
+    parser.add_argument(
+        "--sick", type=int, default=-1, help="in this generation the loss is told as if it had not healed"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = rerail.join()
@@ -170,6 +177,8 @@ def main() -> None:
         with job.step():
             maybe_fault(args.fault, job.rank, job.version, "before")
             loss = backward(batch)
+            if args.tell and (args.style != "pp" or job.rank % 2):
+                job.metric("loss", loss.item() + 10.0 * (fabric.generation == args.sick))
             maybe_fault(args.fault, job.rank, job.version, "after")
             time.sleep(args.sleep)
             if job.rank == 1 and 0 <= args.drift_from <= job.version:

@@ -20,7 +20,8 @@ from rerail.wording import counted
 KINDS = {"nan": "training.nan", "spike": "training.loss_spike", "divergence": "training.divergence"}
 """What the setting `roll_back` calls them, and their codes."""
 NAN, BAD_BATCH = KINDS["nan"], "training.bad_batch"
-FAULTS = frozenset({*KINDS.values(), BAD_BATCH})
+UNHEALED = "training.unhealed"
+FAULTS = frozenset({*KINDS.values(), BAD_BATCH, UNHEALED})
 CALM = 100
 """Steps of progress after which going back counts anew."""
 MOST_SKIPPED = 1000
@@ -52,6 +53,8 @@ class Setbacks(msgspec.Struct, frozen=True, kw_only=True):
     refused_at: int = -1
     refused: int = 0
     """Batches that the script did not want for the step from that version."""
+    unhealed: int = 0
+    """Times that a shard which was not restored exactly did not heal."""
     skips: dict[int, int] = {}
     """Batches to be left out, by the version before whose own they come."""
     added: dict[int, int] = {}
@@ -65,6 +68,8 @@ class Setbacks(msgspec.Struct, frozen=True, kw_only=True):
         if diagnosis.code == BAD_BATCH:
             refused = self.refused + 1 if step == self.refused_at else 1
             return msgspec.structs.replace(self, refused_at=step, refused=refused)._without({step: 1})
+        if diagnosis.code == UNHEALED:  # no fault of the data: what is computed again is exact
+            return msgspec.structs.replace(self, unhealed=self.unhealed + 1, added={})
         # a number that is not finite is of one step, unless it leapt before; of the others it is only known by when they began
         alone = diagnosis.code == NAN and diagnosis.trusted >= step - 1
         begun, end = (step, step + 1) if alone else (diagnosis.trusted, step + (diagnosis.code == NAN))

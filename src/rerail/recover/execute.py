@@ -25,6 +25,7 @@ from rerail.recover.actions import ActionLog
 from rerail.recover.assign import assignment, depots, environment
 from rerail.recover.placing import Homeless, Waiting, settle
 from rerail.recover.plan import Infeasible, choose_sources
+from rerail.recover.rehabilitate import given_up, resumed
 from rerail.recover.resets import LIMIT_S, Resets
 from rerail.recover.stages import Marks, Stage
 from rerail.recover.switch import Switch
@@ -71,6 +72,7 @@ class Execution:
             self.fleet.generation += 1
         self._begin(Rung.RESTART_ALL, now, wall, cause)
         self._fresh, self._restarts = True, restarts
+        given_up(self.fleet)
         self.stage = Stage.WAITING_FOR_NODES
         self.advance(now, wall)
 
@@ -332,8 +334,7 @@ class Execution:
     # --- forming ---
 
     def _form_when_parked(self, now: float) -> None:
-        fleet = self.fleet
-        members = fleet.members()
+        fleet, members = self.fleet, self.fleet.members()
         if not members or not all(rank.has_parked(self.fleet.generation) for rank in members):
             return
         self.marks.parked_at = now
@@ -341,7 +342,7 @@ class Execution:
         self.marks.parked = self.switch.offered(self.marks.parked)
         newcomers = frozenset(rank.rank for rank in members if rank.newcomer) | set(self.switch.waiting)
         vacant = frozenset(rank.rank for rank in fleet.vacant())
-        choice = choose_sources(self.marks.parked, newcomers, vacant)
+        choice = resumed(self.marks.parked, choose_sources(self.marks.parked, newcomers, vacant), fleet, self._settings)
         self.marks.stateless = isinstance(choice, Infeasible)
         port = self.marks.parked[self._store_rank].store_port if self._store_rank in self.marks.parked else 0
         if len(members) + len(vacant) < len(fleet.ranks):
@@ -363,11 +364,12 @@ class Execution:
             version=choice.version,
             depots=depots(fleet),
             back=fleet.back,
+            healing=choice.healing,
             nodes=tuple(list(fleet.placed()).index(rank.node) for rank in fleet.ranks.values()),
             members=tuple(rank.rank for rank in members) if vacant else (),
             sources=choice.sources,
         )
-        self.marks.version, self.marks.sources = choice.version, choice.sources
+        self.marks.version, self.marks.sources, fleet.healing = choice.version, choice.sources, choice.healing
         for node in fleet.placed():
             here = [rank.rank for rank in fleet.on_node(node)]
             fleet.agents[node].send(orders.FormAll(plan=plan, kept=[one for one in kept if one.rank in here]))
@@ -375,7 +377,7 @@ class Execution:
             rank.move(RankState.FORMING)
         fleet.formed_generation = fleet.generation
         self.stage = Stage.FORMING
-        self.actions.note("form", "all", self._settings.build_timeout_s, detail=f"step {choice.version}")
+        self.actions.note("form", "all", self._settings.build_timeout_s, detail=f"step {choice.version}{choice.note}")
 
     # --- deadlines ---
 

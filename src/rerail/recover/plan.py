@@ -19,15 +19,18 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rerail.runtime.plans import Source
+from rerail.runtime.plans import Healing, Source
 from rerail.runtime.wire import Parked
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One exact way to resume."""
+    """One way to resume; exact, unless it has to heal."""
 
     version: int
     sources: dict[int, Source]
+    healing: Healing | None = None
+    note: str = ""
+    """Why all have to go back, though that need not be exact."""
 
 
 class Infeasible(msgspec.Struct, frozen=True, kw_only=True):

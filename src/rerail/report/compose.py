@@ -69,7 +69,7 @@ def compose(
         cost=measure(line) if not stopped else Cost(detect=line.detect_s),
         lost_steps=lost_steps(line) if not stopped else 0,
         resumed_step=line.resumed_version if not stopped else -1,
-        fidelity=Fidelity.APPROXIMATE if decision.rung in _HOW else Fidelity.EXACT,
+        fidelity=Fidelity.APPROXIMATE if decision.rung in _HOW or _inexact(sources) else Fidelity.EXACT,
         attempts=incident.attempts,
         ranks=tuple(sorted({*diagnosis.ranks, *(rank for later in incident.later for rank in later.ranks)})),
         node=diagnosis.node,
@@ -140,4 +140,10 @@ def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
 
 
 def _source(source: Source) -> str:
+    if source.kind == "stale":
+        return f"its snapshot of step {source.at} (not exact)"
     return f"replica {source.rank}" if source.kind == "replica" else source.kind
+
+
+def _inexact(sources: Mapping[int, Source]) -> bool:
+    return any(source.kind in ("stale", "behind") for source in sources.values())

@@ -131,7 +131,7 @@ class Controller:
     def _gather(self, sightings: list[Sighting]) -> None:
         """Each signal becomes an event of the incident it belongs to."""
         for sighting in sightings:
-            if sighting.signal.source.startswith(("checkpoint.", "data.", "inject", "quarantine")):
+            if sighting.signal.source.startswith(("checkpoint.", "data.", "inject", "quarantine", "rehab.")):
                 self._notes.note(0, sighting.signal)  # written down, and no fault
                 self.injections.heard(sighting.signal)
                 self.rollbacks.heard(sighting.signal)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rerail.flow import Place
 from rerail.runtime.orders import RankStatus, ToAgent, Vacate
 from rerail.runtime.pages import Pages
-from rerail.runtime.plans import Back
+from rerail.runtime.plans import Back, Healing
 from rerail.runtime.wire import Formed, Parked, Resumed
 
 
@@ -200,6 +200,8 @@ class Fleet:
     """All ranks were told that the loop is over; what they do now is their own."""
     pages: Pages = field(default_factory=Pages)
     """What each rank would leave if its node were lost."""
+    healing: Healing | None = None
+    """What is to be looked at since a shard was restored that is not exact."""
     uprooted: set[int] = field(default_factory=set)
     """Ranks that were lost with their node: what they left there may be gone, also if it is back by the same name."""
     isolated: dict[Place, str] = field(default_factory=dict)
@@ -382,7 +384,6 @@ class Fleet:
             self.high_version = max(self.high_version, version)
 
     def newest_version(self) -> int:
-        """The highest that a rank holds, as far as it has told."""
         return max((rank.version for rank in self.ranks.values()), default=-1)
 
     def usual_step_s(self) -> float:

@@ -12,8 +12,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank's state at the plan's version comes from."""
 
     kind: str
-    """`own` (it holds it), `replica` (from living rank `rank`), `snapshot` (its arena), `initial` (as constructed)."""
+    """`own` (it holds it), `replica` (from living rank `rank`), `snapshot` (its arena), `initial` (as constructed). Not exact:
+    `stale` (tensors of the snapshot `at` in its arena, all else of the plan's version), `behind` (its own of one version before)."""
     rank: int = -1
+    at: int = -1
     small: bool = False
     """With `replica`: random state aside, the small state comes from there, too, since nobody has kept this rank's."""
 
@@ -25,8 +27,23 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     """The newest version to go on from; -1: there is no such limit."""
     watch: int = -1
     """Up to this version the state is looked at before every step: who was wrong first shows."""
+    exact: bool = False
+    """From now on repairs have to be exact: one that was not did not heal."""
     skips: dict[int, int] = {}
     """By version: how many batches are passed over before its own is taken. All there ever were in this job."""
+
+
+class Healing(msgspec.Struct, frozen=True, kw_only=True):
+    """A lost shard was not restored exactly: by when the training has to be as good as it was, or all go back."""
+
+    judge: int
+    """The rank that looks at its loss."""
+    loss: float
+    """What it was before."""
+    spread: float
+    target: int
+    """The version to go back to; its snapshots are kept until then."""
+    until: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     depots: str = ""
     """Where every node keeps checkpoints for the others (`config.DEPOTS`): a node that is back may have moved."""
     back: Back = Back()
+    healing: Healing | None = None
     nodes: tuple[int, ...] = ()
     """The number of each rank's node, by rank; empty: there is one."""
     members: tuple[int, ...] = ()

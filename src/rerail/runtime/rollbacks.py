@@ -17,6 +17,7 @@ from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake
 from rerail.runtime.plans import Back
+from rerail.runtime.wire import HEALED
 
 SAVED = ("checkpoint.saved", "checkpoint.loaded")
 
@@ -31,7 +32,9 @@ class Rollbacks:
         self._noted = ""
 
     def heard(self, signal: Signal) -> None:
-        """A rank tells of a checkpoint."""
+        """A rank tells of a checkpoint, or that a shard which was not restored exactly has healed."""
+        if signal.source == HEALED:
+            self._fleet.healing = None
         if signal.source in SAVED and signal.step >= 0:
             self._oldest_saved = signal.step if self._oldest_saved < 0 else min(self._oldest_saved, signal.step)
 
@@ -45,7 +48,8 @@ class Rollbacks:
             incident.trusted = min(limits)
             self._intake.training.went_back(incident.trusted)
         watch = diagnosis.step + 1 if diagnosis.code == NAN else self._fleet.back.watch
-        self._fleet.back = Back(trusted=incident.trusted, watch=watch, skips=self.setbacks.skips)
+        exact = self.setbacks.unhealed > 0
+        self._fleet.back = Back(trusted=incident.trusted, watch=watch, exact=exact, skips=self.setbacks.skips)
 
     def facts(self, diagnosis: Diagnosis) -> dict[str, Any]:
         """Fields of the Situation."""

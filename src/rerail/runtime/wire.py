@@ -134,6 +134,8 @@ class Parked(Message, frozen=True, kw_only=True):
     """Set by the rank that opened the store of `generation`."""
     elastic: bool = False
     """The script can go on with fewer ranks: see `job.deal()`."""
+    loss: tuple[float, float] | None = None
+    """Where its loss is and how much it scatters, where the script tells it (`job.metric`)."""
     phases: dict[str, float] = {}
     """Seconds spent since the assignment or the interrupt: `build`, `rehearse`, `run_out`."""
 
@@ -188,12 +190,15 @@ class Finished(Message, frozen=True, kw_only=True):
     version: int
 
 
+HEALED = "rehab.healed"
+
+
 class Noted(Message, frozen=True, kw_only=True):
     """Something worth writing down that is no fault: a checkpoint saved, given up or passed over."""
 
     rank: int
     source: str
-    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out` or `tier_back`; `data.skipped`."""
+    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out` or `tier_back`; `data.skipped`; `rehab.healed`."""
     version: int
     text: str
 
@@ -218,7 +223,7 @@ class Unsound(Message, frozen=True, kw_only=True):
     version: int
     """The step that went wrong began from here."""
     what: str
-    """`loss`, `grad_norm` or `state` is not finite; `batch`: the script does not want this one."""
+    """`loss`, `grad_norm` or `state` is not finite; `batch`: the script does not want this one; `healing`: it is no better yet."""
     trusted: int
     text: str
 

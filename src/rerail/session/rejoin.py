@@ -247,6 +247,7 @@ class Rejoiner:
                 guards=job._guards,
                 store_port=port,
                 elastic=job._elastic,
+                loss=job._soundness.level(),
                 phases=self._phases,
             )
         )
@@ -272,6 +273,7 @@ class Rejoiner:
         job._checkpoints.moved(plan.depots)
         job._soundness.watch = plan.back.watch
         job._soundness.went_back(plan.version)
+        job._soundness.healing.begin(plan.healing)
         job._cursor.leave_out(plan.back.skips)
         restore.by_plan(job, plan, self._inherited)
         job._checkpoints.left_by(sorted(set(before) - set(job.seats)), min(before))

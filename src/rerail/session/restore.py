@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     """Take part in all transfers of the plan, then be at its version."""
     source = plan.sources[job.rank]
-    if source.kind == "snapshot":
-        tensors(job, plan.version)
+    if source.kind in ("snapshot", "stale"):
+        tensors(job, plan.version if source.kind == "snapshot" else source.at)
     received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
     if received is not None:
         _take_place(job, received)
+    elif source.kind == "stale":
+        _jump(job, plan.version, inherited)
+        job._tracked.load_small_objects(_written(job, plan.version, inherited).objects, {})
+    elif source.kind == "behind":
+        _advance(job)
     elif source.kind != "snapshot" and plan.version == job._version and job._has_batch and job._small is not None:
         replay(job)
         job._buffers.from_journal(job._small.buffers)

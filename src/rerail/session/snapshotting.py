@@ -124,7 +124,7 @@ class Snapshotter:
                 pieces,
                 encode(full),
                 order=msgspec.json.encode(order) if order is not None else b"",
-                pinned=job._checkpoints.pinned,
+                pinned=job._checkpoints.pinned | job._soundness.healing.pinned(version),
                 sealed=lambda _: job._checkpoints.sealed(order) if save and order is not None else None,
             )
         except StateError as error:

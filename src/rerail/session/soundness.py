@@ -20,8 +20,9 @@ import torch
 from rerail.config import listed, settings_of_rank
 from rerail.errors import JobStopped, StateError
 from rerail.runtime.clock import METRICS, Phase
-from rerail.runtime.wire import Message, Unsound
+from rerail.runtime.wire import HEALED, Message, Unsound
 from rerail.session.fabric import fabric
+from rerail.session.healing import Healer, level
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -58,6 +59,7 @@ class Soundness:
         self._on = link is not None and "nan" in listed(settings_of_rank().roll_back)
         self.watch = -1
         """Up to this version the state is looked at before every step."""
+        self.healing = Healer()
         self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
         """The version from which each step began, and its loss."""
 
@@ -70,6 +72,7 @@ class Soundness:
         if math.isfinite(value):
             if name == "loss":
                 self._losses.append((began, value))
+                self._judge(began)
             return
         if name == "grad_norm" and job._tracked.has_scaler():
             return  # steps that overflow are left out by the scaler, as a matter of course
@@ -79,6 +82,22 @@ class Soundness:
             text += f", after it had leapt in step {leapt + 1}"
         # the step before it may have spoilt the state it began from
         self._tell(name, began, max(0, leapt - 1), text)
+
+    def _judge(self, version: int) -> None:
+        """Whether a shard that was not restored exactly has healed by now."""
+        found = self.healing.judged(self._job.rank, version, self._losses)
+        if found is None or self._job._rejoin is None:
+            return
+        healed, text, target = found
+        if not healed:
+            self._tell("healing", version, target, text)
+            return
+        print(f"rerail: the training has healed: {text}", file=sys.stderr, flush=True)
+        self._job._rejoin.note(HEALED, version, text)
+
+    def level(self) -> tuple[float, float] | None:
+        """Where the loss is."""
+        return level([loss for _, loss in self._losses])
 
     def went_back(self, version: int) -> None:
         """What was told of later steps never was."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rerail.decide.ladder.strategy import Reason, Strategy, in_place_obstacle
-from rerail.decide.setbacks import BAD_BATCH, is_setback
+from rerail.decide.setbacks import BAD_BATCH, UNHEALED, is_setback
 from rerail.decide.situation import Situation
 from rerail.flow import Cost, Diagnosis, Rung
 from rerail.wording import ranks
@@ -14,6 +14,10 @@ def _answers(diagnosis: Diagnosis, now: Situation) -> Reason | None:
         return None
     if diagnosis.code == BAD_BATCH:
         return Reason("batch-refused", "the script does not want this batch: all leave it out and take the next one")
+    if diagnosis.code == UNHEALED:
+        return Reason(
+            "not-healed", "the loss is not what it was: all go back to the last exact state and compute again"
+        )
     if now.setbacks.times > 1:
         why = "it went wrong again when the same was computed again: all go back once more and leave its data out"
         return Reason("leave-data-out", why)

@@ -1,0 +1,57 @@
+"""Looks whether the training heals after a shard was restored that is not exact, and has all go back if it does not.
+
+The plan of the generation says who looks and for how long (`runtime.plans.Healing`). All ranks keep the snapshot that they would
+go back to until then. Kept by `session.soundness`, which is told every loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from rerail.runtime.plans import Healing
+
+WINDOW = 8
+"""Losses that say where the loss is."""
+LATE = 8
+"""Steps for which the snapshot is kept beyond the end: no rank is that far ahead of the judge."""
+
+
+def level(losses: Sequence[float]) -> tuple[float, float] | None:
+    """Where the loss is, and how much it scatters; None: too few are known."""
+    if len(losses) < WINDOW:
+        return None
+    newest = list(losses)[-WINDOW:]
+    middle = median(newest)
+    return middle, 1.5 * median(abs(one - middle) for one in newest)
+
+
+class Healer:
+    """The guard, on one rank."""
+
+    def __init__(self) -> None:
+        self._healing: Healing | None = None
+
+    def begin(self, healing: Healing | None) -> None:
+        """A generation is formed: with a guard, or without."""
+        self._healing = healing
+
+    def pinned(self, version: int) -> frozenset[int]:
+        """Versions whose snapshots have to stay for now."""
+        healing = self._healing
+        if healing is not None and version > healing.until + LATE:
+            healing = self._healing = None
+        return frozenset() if healing is None else frozenset({healing.target})
+
+    def judged(self, rank: int, version: int, losses: Sequence[tuple[int, float]]) -> tuple[bool, str, int] | None:
+        """Whether it has healed, in words, and where all would go back to. None: it is too early, or another rank's affair."""
+        healing = self._healing
+        if healing is None or healing.judge != rank or version < healing.until:
+            return None
+        found = level([loss for _, loss in losses])
+        if found is None:
+            return None
+        self._healing = None
+        healed = found[0] <= healing.loss + max(healing.spread, found[1])
+        text = f"loss {found[0]:.4g} at step {version}, {healing.loss:.4g} before"
+        return healed, text, healing.target

@@ -1,0 +1,68 @@
+"""A shard is lost that no replica holds: the survivors keep what they have, and all go back only if it does not heal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import Start
+
+Digests = Callable[..., dict[int, str]]
+FAST = {"RERAIL_FIDELITY": "fast", "RERAIL_REHAB_FROM": "10", "RERAIL_SNAPSHOT_EVERY": "20"}
+LOST = ("--fault", "die@2@33")
+"""In the middle of a step, so that all survivors are at its beginning."""
+
+
+@pytest.mark.parametrize("style", ["fsdp", "pp"])
+def test_survivors_keep_their_steps_and_the_lost_shard_comes_from_its_snapshot(start: Start, style: str) -> None:
+    run = start(style, "80", "--tell", *LOST, env=FAST)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    assert recovery.resumed_step == 33 and recovery.sources[2].startswith("its snapshot of step 20"), recovery
+    assert set(recovery.sources.values()) - {recovery.sources[2]} <= {"own", "behind"}, recovery
+    assert all(len(pids) == (2 if rank == 2 else 1) for rank, pids in run.pids.items()), run.pids
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+    assert style == "pp" or len(set(run.digests.values())) == 1, "all hold one model"
+
+
+def test_what_does_not_heal_goes_back_and_is_exact_from_there(start: Start, undisturbed: Digests) -> None:
+    run = start("fsdp", "80", "--tell", *LOST, "--sick", "1", env=FAST)
+    run.finish()
+    first, second = run.reports()
+    assert first["fidelity"] == "approximate"
+    assert (second["rung"], second["code"], second["fidelity"]) == ("roll_back", "training.unhealed", "exact"), second
+    assert second["resumed_step"] == 20
+    assert run.digests == undisturbed("fsdp", "80"), run.told("the weights of a run without faults")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RERAIL_FIDELITY": "exact"},
+        {"RERAIL_REHAB_FROM": "1000"},
+        {"RERAIL_REHAB_SHARE": "0.1"},
+    ],
+)
+def test_where_it_is_not_allowed_all_go_back(start: Start, undisturbed: Digests, env: dict[str, str]) -> None:
+    run = start("fsdp", "60", "--tell", *LOST, env={**FAST, **env})
+    run.finish()
+    (report,) = run.reports()
+    assert (report["fidelity"], report["resumed_step"]) == ("exact", 20), report
+    assert run.digests == undisturbed("fsdp", "60"), run.told("the same weights")
+
+
+def test_replicas_are_better_than_any_snapshot(start: Start, undisturbed: Digests) -> None:
+    run = start("ddp", "60", "--tell", *LOST, env=FAST)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["fidelity"], report["lost_steps"]) == ("exact", 0), report
+    assert run.digests == undisturbed("ddp", "60"), run.told("the same weights")
+
+
+def test_a_second_fault_in_the_middle_of_healing(start: Start) -> None:
+    run = start("fsdp", "80", "--tell", "--fault", "die@2@33,die@0@37", env=FAST)
+    run.finish()
+    assert [report["fidelity"] for report in run.reports()] == ["approximate"] * 2, run.reports()
+    assert len(set(run.digests.values())) == 1
