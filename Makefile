@@ -50,7 +50,7 @@ format: $(STAMP)
 # Jobs of several nodes are tested in network namespaces; where those cannot be had, their tests say so and are skipped.
 test: $(STAMP)
 	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; } >/dev/null 2>&1 || true
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(ARGS)
