@@ -60,9 +60,10 @@ class Incident:
         """One more thing seen."""
         seen = (*self.events, *self.fresh)
         if not seen or (event.role is Role.ROOT and not any(e.role is Role.ROOT for e in seen)):
-            self.detect_s = sighting.age_s
+            now = time.monotonic()
+            self.detect_s = max(sighting.age_s, now - self.opened if seen else 0.0)
             if not self.attempts:  # what came before were its echoes
-                self.opened = time.monotonic()
+                self.opened = now
         if not any(_same(event, other) for other in seen):
             self.fresh.append(event)
         self.link((sighting.signal, event))
