@@ -15,7 +15,7 @@ from rerail.decide.escalate import What
 from rerail.errors import UsageError
 from rerail.faults.catalog import load_catalog
 from rerail.flow import Event, Severity
-from rerail.runtime.handling import Handling
+from rerail.runtime.handling import Handling, problems_with
 from rerail.runtime.journal import FILE_NAME, Journal
 from rerail.runtime.quarantining import Order, carry_out, listing, take
 
@@ -181,3 +181,19 @@ def test_what_comes_over_the_network_is_checked(body: bytes, status: int) -> Non
         reason = answer["quarantine"][0]["reason"]
         assert "\x1b" not in reason and len(reason) <= 300
         assert json.dumps(answer)
+
+
+def test_everything_that_cannot_be_read_is_told_at_once() -> None:
+    rules = ({"code": "gpu.*", "repair": "retri"}, {"cod": "gpu.*", "mute_s": 1.0})
+    found = problems_with(Settings(policy=rules, escalation=({"times": -1},)), CATALOG.faults, "here.toml")
+    assert [line.partition(":")[0] for line in found] == [
+        "here.toml, policy 1",
+        "here.toml, policy 2",
+        "here.toml, escalation 1",
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"rungs": "replace_rank, stop"}, {"reset_limit": 0}])
+def test_a_preset_that_can_do_nothing_is_told(settings: dict[str, Any]) -> None:
+    found = problems_with(Settings(handling="graceful", **settings), CATALOG.faults)
+    assert "handling is graceful, but no device may be reset" in found[0]

@@ -43,15 +43,25 @@ class Shape(NamedTuple):
 def rules_in(
     tables: Sequence[Mapping[str, Any]], kind: type[R], shape: Shape, origin: str, finish: Callable[[R, str], R]
 ) -> tuple[R, ...]:
-    """All rules, each under a name of its own. `finish` checks what the shape cannot, and completes the rule."""
+    """All rules, each under a name of its own. `finish` checks what the shape cannot, and completes the rule.
+
+    ConfigError with a line for each rule that cannot be read.
+    """
     found: list[R] = []
+    wrong: list[str] = []
     for number, table in enumerate(tables, 1):
         name = f"{shape.name} {number}"
         where = f"{origin}, {name}"
-        rule = finish(_converted(table, kind, shape, where, name), where)
+        try:
+            rule = finish(_converted(table, kind, shape, where, name), where)
+        except ConfigError as error:
+            wrong.append(str(error))
+            continue
         if any(rule.id == other.id for other in found):
-            raise ConfigError(f"{where}: another rule is called {rule.id!r}, too; give it an id of its own")
+            wrong.append(f"{where}: another rule is called {rule.id!r}, too; give it an id of its own")
         found.append(rule)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     return tuple(found)
 
 

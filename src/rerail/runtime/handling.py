@@ -17,13 +17,13 @@ from rerail.config import Settings
 from rerail.decide.axes import Levels, parse_levels
 from rerail.decide.escalate import Change, Ledger
 from rerail.decide.escalation import Book, Seen, book_of, escalation_problems
-from rerail.decide.policy import About, Policy, Verdict
+from rerail.decide.policy import GRACEFUL, About, Policy, Verdict
 from rerail.decide.policy_check import problems, unmatched
 from rerail.decide.quarantine import Entry
 from rerail.decide.subjects import KINDS, of_sighting
 from rerail.errors import ConfigError
 from rerail.faults.catalog import Catalog, Fault
-from rerail.flow import Event, Severity
+from rerail.flow import Event, Rung, Severity
 from rerail.runtime.journal import Journal
 from rerail.runtime.processes import say
 from rerail.wording import counted
@@ -55,10 +55,17 @@ def shipped_book(settings: Settings, origin: str = "rerail.toml") -> Book:
 
 def problems_with(settings: Settings, faults: Sequence[Fault], origin: str = "rerail.toml") -> list[str]:
     """Everything that is wrong with the policy and the rules of escalation, one sentence each."""
-    try:
-        policy, book = policy_of(settings, origin), shipped_book(settings, origin)
-    except ConfigError as error:
-        return [str(error)]
+    found: list[str] = []
+    for read in (policy_of, shipped_book):
+        try:
+            read(settings, origin)
+        except ConfigError as error:
+            found += str(error).splitlines()
+    if found:
+        return found
+    policy, book = policy_of(settings, origin), shipped_book(settings, origin)
+    if settings.handling == GRACEFUL and (Rung.RESET_DEVICE not in policy.rungs or not settings.reset_limit):
+        found.append(f"{origin}: handling is {GRACEFUL}, but no device may be reset (settings rungs, reset_limit)")
     codes = [fault.code for fault in faults]
     own = len(settings.escalation)
     unknown = [
@@ -66,7 +73,7 @@ def problems_with(settings: Settings, faults: Sequence[Fault], origin: str = "re
         for number, rule in enumerate(book.rules[:own], 1)
         for text in unmatched(rule.code, codes)
     ]
-    return [*problems(policy, faults, origin), *escalation_problems(book, codes, unknown, own, origin)]
+    return [*found, *problems(policy, faults, origin), *escalation_problems(book, codes, unknown, own, origin)]
 
 
 def check(settings: Settings, faults: Sequence[Fault], origin: str = "rerail.toml") -> None:
