@@ -45,26 +45,47 @@ def test_a_new_process_finds_the_place_by_reading_again() -> None:
         assert walk(successor, version, 8 - version)[0] == batches[version:], version
 
 
+class Counting:
+    """Counts up; its state is where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.at += 1
+        return torch.tensor([self.at])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_place_that_is_reached_again_from_memory_can_be_found_by_others() -> None:
+    """A survivor goes back, and what it writes down on its way is what a new process starts from."""
+    cursor = Cursor(Counting(), endless=True)
+    positions = []
+    for version in range(9):
+        positions.append(cursor.position())
+        cursor.take(version, rng.capture(), positions[-1])
+    cursor.go_back(3, positions[3], fresh=False)
+    for version in range(3, 7):
+        assert cursor.take(version, rng.capture(), cursor.position())[0].tolist() == [version + 1]
+    position = cursor.position()
+    assert position == positions[7]
+    for read in (0, 12):
+        loader = Counting()
+        loader.at = read
+        successor = Cursor(loader, endless=True)
+        successor.go_back(7, position, fresh=True)
+        assert successor.take(7, rng.capture())[0].tolist() == [8], f"{read} batches were read there before"
+
+
 def test_a_loader_with_state_is_restored_by_it() -> None:
-    class Counting:
-        """Counts up; its state is where it is."""
-
-        def __init__(self) -> None:
-            self.at = 0
-
-        def __iter__(self) -> Counting:
-            return self
-
-        def __next__(self) -> torch.Tensor:
-            self.at += 1
-            return torch.tensor([self.at])
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
-
     cursor = Cursor(Counting(), endless=True)
     for version in range(5):
         cursor.take(version, rng.capture())

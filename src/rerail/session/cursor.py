@@ -103,8 +103,13 @@ class Cursor:
         terms = self._dealer.terms if self._dealer is not None else None
         return Position(self._epoch, self._index, self._epoch_random, state, self._samples, terms)
 
-    def take(self, version: int, random_before: rng.RandomState) -> tuple[Any, rng.RandomState]:
-        """The batch of step `version` and the random state after it. StopIteration at the end of the last epoch."""
+    def take(
+        self, version: int, random_before: rng.RandomState, position: Position | None = None
+    ) -> tuple[Any, rng.RandomState]:
+        """The batch of step `version` and the random state after it. StopIteration at the end of the last epoch.
+
+        `position`: what `position()` has just said, if it was asked.
+        """
         if self._loader is None:
             self._pass_over(version)
             return version + self._index, random_before
@@ -113,7 +118,8 @@ class Cursor:
             rng.restore(kept.random_after)
             self._keep(kept)
             return kept.batch, kept.random_after
-        position = self._here()
+        # with the loader's own state: who gets here once more, from memory, is asked where this is, and others have to find it
+        position = position or self.position()
         self._pass_over(version)
         batch = self._from_loader()
         self._samples += _samples(batch)

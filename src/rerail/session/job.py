@@ -287,7 +287,7 @@ class Job:
             return False
         small, began = self._small_now(), time.monotonic()
         try:
-            self._batch, self._random_after = self._cursor.take(self._version, small.random)
+            self._batch, self._random_after = self._cursor.take(self._version, small.random, small.position)
         except StopIteration:
             return False
         self._has_batch, self._small, got = True, small, time.monotonic()
