@@ -92,6 +92,7 @@ class ChaosJob:
         """What must never happen, and did."""
         self.digests: dict[tuple[int, int], str] = {}
         """(rank, step): what the rank held, the last time it completed that step."""
+        self._generation_of: dict[int, int] = {}
         self.intervals: deque[float] = deque(maxlen=20_000)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._shm = set(os.listdir("/dev/shm"))
@@ -191,7 +192,7 @@ class ChaosJob:
                 self.intervals.append((step.at - before.at) / 1e9)
             self.generation, self.high = max(self.generation, step.generation), max(self.high, step.step)
             self.last[step.rank] = step
-            self.digests[step.rank, step.step] = step.digest
+            self._claim(step)
         due = [one for one in self._later if one[0] <= time.monotonic()]
         self._later = [one for one in self._later if one not in due]
         for _, action in due:
@@ -200,6 +201,15 @@ class ChaosJob:
             if launcher.poll() is not None and node not in self.down and not self.end.exists():
                 self.found.append(f"node {node} ended by itself, with exit code {launcher.returncode}")
                 self.start(node)
+
+    def _claim(self, step: Step) -> None:
+        """What others told of this step in an older generation is void: a rank that advances beside them does not tell it again."""
+        newest = self._generation_of.get(step.step, -1)
+        if step.generation > newest:
+            self._generation_of[step.step] = step.generation
+            for rank in range(self.size.ranks):
+                self.digests.pop((rank, step.step), None)
+        self.digests[step.rank, step.step] = step.digest
 
     def whole_since(self, since_ns: int) -> bool:
         """Whether every rank has completed a step since then."""
