@@ -255,8 +255,8 @@ class ChaosJob:
 
     # --- the end ---
 
-    def finish(self, limit_s: float = 180.0) -> str:
-        """Let it come to its end; what is wrong with that, or nothing."""
+    def finish(self, limit_s: float = 700.0) -> str:
+        """Let it come to its end; what is wrong with that, or nothing. A save may be waited for, to its deadline of 600 s."""
         self.end.write_text(str(self.high + 100))
         deadline = time.monotonic() + limit_s
         for node, launcher in self.launchers.items():

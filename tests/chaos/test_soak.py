@@ -13,7 +13,7 @@ from chaos_job import Size
 SIZE = Size(nodes=3, spares=1, per_node=2)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_job_comes_back_from_sixty_faults_exact_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with network(SIZE) as wires:
         figures, wrong = soak(tmp_path, SIZE, wires, Plan(faults=60, seed=1))
