@@ -32,6 +32,15 @@ def process_of(job: Cluster, rank: int) -> int:
     return next(step.pid for step in reversed(job.steps()) if step.rank == rank)
 
 
+def loses_power(job: Cluster, node: int) -> int:
+    """Once something is saved. The generation it was in."""
+    job.runs[0].line(r"checkpoint of step \d+ saved")
+    generation = job.newest.generation
+    job.wires.kill(node)
+    job.runs.pop(node).leaves_nothing()
+    return generation
+
+
 def test_a_cut_shorter_than_the_lease_costs_nothing(tmp_path: Path, undisturbed: set[str]) -> None:
     with cluster(tmp_path) as job:
         before = [process_of(job, rank) for rank in range(3)]
@@ -91,10 +100,7 @@ def test_a_slow_link_is_no_fault(tmp_path: Path, undisturbed: set[str]) -> None:
 
 def test_a_node_that_loses_its_power_is_replaced_by_one_of_its_name(tmp_path: Path, undisturbed: set[str]) -> None:
     with cluster(tmp_path, "3", "--save", str(tmp_path / "saved")) as job:
-        job.runs[0].line(r"checkpoint of step \d+ saved")
-        generation = job.newest.generation
-        job.wires.kill(2)
-        job.runs.pop(2).leaves_nothing()
+        generation = loses_power(job, 2)
         job.wires.restore(2)
         job.start(2)
         job.moving(generation=generation + 1)
@@ -117,10 +123,7 @@ def test_a_split_stops_the_side_without_the_controller(tmp_path: Path, undisturb
 
 def test_the_node_of_the_controller_dies_and_comes_back(tmp_path: Path, undisturbed: set[str]) -> None:
     with cluster(tmp_path, "3", "--save", str(tmp_path / "saved")) as job:
-        job.runs[0].line(r"checkpoint of step \d+ saved")
-        generation = job.newest.generation
-        job.wires.kill(0)
-        job.runs.pop(0).leaves_nothing()
+        generation = loses_power(job, 0)
         for node in (1, 2):
             job.said(node, FENCED)
         job.wires.restore(0)

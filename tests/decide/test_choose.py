@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rerail.decide.budget import Budget
 from rerail.decide.choose import choose
 from rerail.decide.ladder import LADDER
-from rerail.decide.situation import Situation, Tally
+from rerail.decide.situation import Situation, Tally, broken
 from rerail.decide.verdicts import VERDICTS
 from rerail.flow import Cost, Decision, Diagnosis, Place, Rung
 
@@ -137,10 +137,11 @@ def test_there_is_always_a_decision_and_it_is_feasible(
     lost: set[int], rule: str, flags: tuple[bool, ...], survivors: int, restarts: int, stuck: int, tried: set[Rung]
 ) -> None:
     aware, in_training, settled, programming, nodes_up = flags
+    found = diagnosis(lost=tuple(sorted(lost)), rule=rule)
     decision = decide(
-        diagnosis(lost=tuple(sorted(lost)), rule=rule),
+        found,
         aware=aware, in_training=in_training, settled=settled, programming=programming,
-        barred={} if nodes_up else dict.fromkeys(lost, "gone"),
+        barred={} if nodes_up else dict.fromkeys(broken(found), "gone"),
         survivors=survivors, budget=Budget(restarts_used=restarts, stuck=stuck), tried=dict.fromkeys(tried, "failed"),
     )  # fmt: skip
     taken = next(c for c in decision.candidates if c.rung is decision.rung)

@@ -123,10 +123,11 @@ def test_a_refused_connection_counts_as_contact_at_the_time_it_was_asked_for(pag
     assert not lease.over and not page.lease_over
 
 
-def test_another_machine_gets_no_name_whose_lease_may_run() -> None:
-    def hello(incarnation: str, address: str) -> AgentHello:
-        return AgentHello(job="test", token="", node="a", address=address, slots=1, incarnation=incarnation)
+def hello(incarnation: str, address: str = "10.0.0.1", token: str = "") -> AgentHello:
+    return AgentHello(job="test", token=token, node="a", address=address, slots=1, incarnation=incarnation)
 
+
+def test_another_machine_gets_no_name_whose_lease_may_run() -> None:
     fleet = Fleet()
     door = Admission(fleet, spec(2), "", lost_s=5.0)
     first = door.greet(Line(), hello("first", "10.0.0.1"), 10.0).agent
@@ -141,9 +142,6 @@ def test_another_machine_gets_no_name_whose_lease_may_run() -> None:
 
 
 def test_a_node_that_starts_again_behind_a_link_that_was_down_asks_again_and_is_let_in() -> None:
-    def hello(incarnation: str, token: str = "") -> AgentHello:
-        return AgentHello(job="test", token=token, node="a", address="10.0.0.1", slots=1, incarnation=incarnation)
-
     fleet = Fleet()
     door = Admission(fleet, spec(2), "", lost_s=5.0)
     first = door.greet(Line(), hello("first"), 10.0).agent
@@ -155,14 +153,11 @@ def test_a_node_that_starts_again_behind_a_link_that_was_down_asks_again_and_is_
 
 
 def test_a_second_node_of_the_same_name_is_refused_in_the_end() -> None:
-    def hello(incarnation: str, token: str = "") -> AgentHello:
-        return AgentHello(job="test", token=token, node="a", address="10.0.0.1", slots=1, incarnation=incarnation)
-
     fleet = Fleet()
     door = Admission(fleet, spec(2), "", lost_s=5.0)
     first = door.greet(Line(), hello("first"), 10.0).agent
     assert first is not None
-    assert "token" in door.greet(Line(), hello("second", "guessed"), 10.0).refusal
+    assert "token" in door.greet(Line(), hello("second", token="guessed"), 10.0).refusal
     for now in (10.0, 12.0, 15.9):
         first.heard = now
         assert not door.greet(Line(), hello("second"), now).refusal

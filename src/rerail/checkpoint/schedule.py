@@ -53,13 +53,18 @@ class EverySeconds(NamedTuple):
         return _steps(self.seconds, costs)
 
 
+def young_s(cost_s: float, mtbf_s: float) -> float:
+    """Young's interval, in seconds."""
+    return math.sqrt(2 * cost_s * mtbf_s)
+
+
 class YoungDaly(NamedTuple):
     """The square root of twice the cost of a save times the time between faults."""
 
     mtbf_s: float = 0.0
 
     def steps(self, costs: Costs) -> int:
-        return _steps(math.sqrt(2 * costs.stall_s * (self.mtbf_s or costs.mtbf_s)), costs)
+        return _steps(young_s(costs.stall_s, self.mtbf_s or costs.mtbf_s), costs)
 
 
 class CheckFreq(NamedTuple):
@@ -87,7 +92,7 @@ class Planned(NamedTuple):
     overhead: float = 0.01
 
     def steps(self, costs: Costs) -> int:
-        best = math.sqrt(2 * costs.stall_s * costs.mtbf_s)
+        best = young_s(costs.stall_s, costs.mtbf_s)
         return _steps(max(best, costs.stall_s / self.overhead, 2 * costs.save_s), costs)
 
 

@@ -75,8 +75,8 @@ def walk(records: list[AnyRecord], handling: Handling) -> tuple[list[Step], list
             subject, over = str(payload.get("subject", "")), bool(payload.get("over"))
             changes += _ticks(handling, record.at)
             once = payload.get("detector") in (None, "kernel_log")
-            changes += handling.heard(record, subject, over=over, once=once)
             seen = handling.seen(record, subject, over=over, once=once)
+            changes += handling.note(seen, record.at)
             if payload.get("subject") and not (over or seen.mute_s) and seen.axes.admission is Admission.NO:
                 changes += handling.isolate(seen, record.at)
         elif isinstance(record, Decision) and record.cause_id in diagnoses:

@@ -18,13 +18,11 @@ import msgspec
 from rerail.config import FAST, Settings
 from rerail.recover.plan import Choice, Infeasible
 from rerail.runtime.fleet import Fleet
-from rerail.runtime.plans import Healing, Source
+from rerail.runtime.plans import WINDOW, Healing, Source
 from rerail.runtime.wire import Parked
 
 LEAST = 2
 """Steps that going back has to cost: one or two are sooner computed again."""
-SHORTEST = 8
-"""Steps that a loss is given to come back, at least: fewer say nothing about it."""
 
 
 class Limits(NamedTuple):
@@ -77,16 +75,16 @@ def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -
         if source is None:
             return f"rank {rank} cannot be brought to step {version}"
         sources[rank] = source
-    judges = [rank for rank, source in sources.items() if source.kind == "own" and parked[rank].loss is not None]
+    judges = _judges(sources, parked)
     if not judges:
         return 'no rank tells its loss (job.metric("loss", ...)), so nobody could say whether it heals'
-    level, spread = parked[judges[0]].loss or (0.0, 0.0)
+    judge, (level, spread) = next(iter(judges.items()))
     healing = Healing(
-        judge=judges[0],
+        judge=judge,
         loss=level,
         spread=spread,
         target=exact.version,
-        until=version + max(SHORTEST, version - exact.version),
+        until=version + max(WINDOW, version - exact.version),
     )
     return Choice(version=version, sources=sources, healing=healing)
 
@@ -106,7 +104,13 @@ def carried_on(healing: Healing | None, choice: Choice, parked: Mapping[int, Par
     """The guard of an earlier recovery, in a generation that is formed for another reason; None: it has no say any more."""
     if healing is None or not healing.target < choice.version < healing.until:
         return None
-    able = [rank for rank, one in choice.sources.items() if one.kind == "own" and parked[rank].loss is not None]
-    if healing.judge in able or not able:
+    judges = _judges(choice.sources, parked)
+    if healing.judge in judges or not judges:
         return healing
-    return msgspec.structs.replace(healing, judge=able[0])
+    return msgspec.structs.replace(healing, judge=next(iter(judges)))
+
+
+def _judges(sources: Mapping[int, Source], parked: Mapping[int, Parked]) -> dict[int, tuple[float, float]]:
+    """Ranks that keep what they have and tell their loss, with where it is."""
+    told = {rank: parked[rank].loss for rank, source in sources.items() if source.kind == "own"}
+    return {rank: loss for rank, loss in told.items() if loss is not None}

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from rerail.checkpoint.schedule import young_s
 from rerail.errors import ConfigError
 
 SHORTEST = 10.0
@@ -135,7 +136,7 @@ def general(risks: Iterable[Risk], save_s: float) -> Interval:
     total, weighted = sum(risk.rate for risk in known), sum(risk.rate * risk.rho for risk in known)
     if not weighted:
         return Interval(math.inf, "general", 0.0, "no fault costs any work: checkpoints are for the worst case only")
-    seconds = math.sqrt(2 * save_s / weighted)
+    seconds = young_s(save_s, 1 / weighted)
     return Interval(seconds, "general", save_s / (total * seconds) + weighted / total * seconds / 2)
 
 

@@ -111,11 +111,14 @@ class Handling:
 
     def heard(self, event: Event, subject: str = "", *, over: bool = False, once: bool = True) -> list[Change]:
         """An event of a machine or rank; `subject` as its monitor names it, or as in `decide.subjects`."""
-        seen = self.seen(event, subject, over=over, once=once)
+        return self.note(self.seen(event, subject, over=over, once=once), event.at)
+
+    def note(self, seen: Seen, at: float) -> list[Change]:
+        """One sighting, for the ledger."""
         known = self.ledger.quarantined(seen.subject) is not None and seen.hardware
         if not (known or seen.mute_s or self.book.rules_for(seen)):
             return []
-        return self._changed(self.ledger.note(seen, event.at, self.book, self.members))
+        return self._changed(self.ledger.note(seen, at, self.book, self.members))
 
     def seen(self, event: Event, subject: str = "", *, over: bool = False, once: bool = True) -> Seen:
         """The event as the ledger wants it."""

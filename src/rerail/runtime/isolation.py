@@ -34,6 +34,7 @@ TRIES = 3
 class Passing(NamedTuple):
     """A fault that stands."""
 
+    code: str
     message: str
     axes: Axes
     lasting: bool = False
@@ -68,11 +69,10 @@ class Isolation:
     def heard(self, signal: Signal, event: Event) -> None:
         """A monitor has told of a machine."""
         subject, over = str(signal.payload.get("subject", "")), bool(signal.payload.get("over"))
-        handling = self._handling
         self._refresh_members()
         once = signal.payload.get("detector") == KernelLog.name
-        self._take(handling.heard(event, subject, over=over, once=once))
-        seen = handling.seen(event, subject, over=over, once=once)
+        seen = self._handling.seen(event, subject, over=over, once=once)
+        self._take(self._handling.note(seen, event.at))
         if not seen.mute_s or over:
             self._stands(seen, event.at, event.message or f"{seen.subject}: {seen.code}")
         self.refresh()
@@ -88,7 +88,7 @@ class Isolation:
         elif seen.axes.admission is Admission.NO:
             self._take(self._handling.isolate(seen, at))
         elif seen.axes.admission is Admission.NOT_NOW:
-            self._passing[key] = Passing(message, seen.axes)
+            self._passing[key] = Passing(seen.code, message, seen.axes)
 
     def blamed(self, event: Event) -> None:
         """A rank or node of the job broke: how often that happens is counted where its hardware is at fault."""
@@ -161,19 +161,15 @@ class Isolation:
             if not one.lasting or f"{code}|{sick}" in ledger.standing
         }
         passing = {place: one.message for (_, sick), one in self._passing.items() if (place := place_of(sick))}
-        self._fleet.isolated = {**passing, **found}
+        taken = {rank.place for rank in self._fleet.ranks.values()}
+        taken |= {Place(place.node, WHOLE_NODE) for place in taken}
+        elsewhere = {place: why for place, why in passing.items() if place not in taken}
+        certain = {place: why for place, why in found.items() if place not in doubted}
         # what passes, comes too often or was said by hand keeps nobody from going on where there is nothing better
-        if self._fleet.homeless():
-            taken = {rank.place for rank in self._fleet.ranks.values()}
-            here = {place.node for place in taken}
-            self._fleet.isolated = {
-                **{p: why for p, why in passing.items() if p not in taken and not (p.device < 0 and p.node in here)},
-                **found,
-            }
-        if self._fleet.homeless():
-            self._fleet.isolated = found
-        if self._fleet.homeless():
-            self._fleet.isolated = {place: why for place, why in found.items() if place not in doubted}
+        for isolated in ({**passing, **found}, {**elsewhere, **found}, found, certain):
+            self._fleet.isolated = isolated
+            if not self._fleet.homeless():
+                break
         self._tried = {key: one for key, one in self._tried.items() if self._why(key[1])}
 
     def tell_of_the_start(self) -> None:
@@ -259,16 +255,15 @@ class Isolation:
         return wanted and all(self._fleet.agents[rank.node].resets for rank in leaving)
 
     def _code(self, place: Place) -> str:
-        entry = self._entry(place)
-        if entry is not None:
-            return entry.code or MANUAL
-        return next((code for code, subject in self._passing if subject in subjects_at(place)), MANUAL)
+        known = self._entry(place) or self._passing_at(place)
+        return known.code if known is not None and known.code else MANUAL
 
     def _entry(self, place: Place) -> Entry | None:
         return self._handling.ledger.quarantined(f"device:{place}")
 
     def _passing_at(self, place: Place) -> Passing | None:
-        return next((one for (_, subject), one in self._passing.items() if subject in subjects_at(place)), None)
+        subjects = (f"device:{place}", f"node:{place.node}")
+        return next((one for (_, subject), one in self._passing.items() if subject in subjects), None)
 
     def _refresh_members(self) -> None:
         self._handling.members = members_of(self._fleet)
@@ -286,7 +281,9 @@ class Isolation:
                 self._tell(change.text)
             if change.what is What.STRONGER and change.rule:
                 if change.axes.admission is not Admission.YES:
-                    self._passing[change.code, change.subject] = Passing(change.text, change.axes, lasting=True)
+                    self._passing[change.code, change.subject] = Passing(
+                        change.code, change.text, change.axes, lasting=True
+                    )
             elif change.what is What.STRONGER:  # no longer muted
                 seen = Seen(code=change.code, subject=change.subject, axes=change.axes, evidence=change.text)
                 self._stands(seen, change.at, change.text)
@@ -304,11 +301,6 @@ def place_of(subject: str) -> Place | None:
     if kind_of(subject) == "node":
         return Place(node, WHOLE_NODE)
     return Place(node, int(part)) if kind_of(subject) == "device" and part.isdecimal() else None
-
-
-def subjects_at(place: Place) -> tuple[str, str]:
-    """What a fault of this place is about."""
-    return f"device:{place}", f"node:{place.node}"
 
 
 def spellings(address: str) -> set[str]:

@@ -33,6 +33,10 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     """By version: how many batches are passed over before its own is taken. All there ever were in this job."""
 
 
+WINDOW = 8
+"""Losses that say where the loss is, and so the fewest steps that it is given to come back."""
+
+
 class Healing(msgspec.Struct, frozen=True, kw_only=True):
     """A lost shard was not restored exactly: by when the training has to be as good as it was, or all go back."""
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from rerail.runtime.plans import Healing
+from rerail.runtime.plans import WINDOW, Healing
 
-WINDOW = 8
-"""Losses that say where the loss is."""
 LATE = 8
 """Steps for which the snapshot is kept beyond the end: no rank is that far ahead of the judge."""
 

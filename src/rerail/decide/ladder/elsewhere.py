@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rerail.decide.budget import EVACUATE
-from rerail.decide.ladder.strategy import Moves, Reason, Strategy, barred_among, in_place_obstacle
+from rerail.decide.ladder.strategy import Moves, Reason, Strategy, barred_among, in_place_obstacle, replaced
 from rerail.decide.situation import Situation, broken
 from rerail.flow import Cost, Diagnosis, Place, Rung
 from rerail.wording import ranks
@@ -71,16 +71,12 @@ def _hot_moves(diagnosis: Diagnosis, now: Situation) -> Moves:
     return near if len(near) == len(movers) else _taken(movers, now, same_node=False)
 
 
-def _replaced(diagnosis: Diagnosis, now: Situation) -> tuple[int, ...]:
-    return broken(diagnosis)
-
-
 HOT_SWITCH = Strategy(
     rung=Rung.HOT_SWITCH,
     usual=Cost(t1=0.05, t2=0.02, t3=0.05),
     answers=_hot_answers,
     obstacle=_hot_obstacle,
-    replaces=_replaced,
+    replaces=replaced,
     moves=_hot_moves,
 )
 
@@ -91,7 +87,7 @@ def _swap(rung: Rung, usual: Cost, *, same_node: bool) -> Strategy:
         usual=usual,
         answers=_answers,
         obstacle=lambda diagnosis, now: _obstacle(diagnosis, now, same_node=same_node),
-        replaces=_replaced,
+        replaces=replaced,
         moves=lambda diagnosis, now: _taken(_movers(diagnosis, now), now, same_node=same_node),
     )
 

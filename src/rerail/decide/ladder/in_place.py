@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rerail.decide.budget import EVACUATE, NODE_BACK, UNBROKEN, raised
-from rerail.decide.ladder.strategy import Reason, Strategy, barred_among, in_place_obstacle
+from rerail.decide.ladder.strategy import Reason, Strategy, barred_among, in_place_obstacle, replaced
 from rerail.decide.setbacks import is_setback
 from rerail.decide.situation import Situation, broken
 from rerail.flow import Cost, Diagnosis, Rung
@@ -62,5 +62,5 @@ REPLACE_RANK = Strategy(
     usual=Cost(t1=0.3, t2=0.02, t3=0.05),
     answers=_replace_answers,
     obstacle=_replace_obstacle,
-    replaces=lambda diagnosis, now: broken(diagnosis),
+    replaces=replaced,
 )

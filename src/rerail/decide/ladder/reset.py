@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rerail.decide.ladder.strategy import Reason, Strategy, in_place_obstacle
+from rerail.decide.ladder.strategy import Reason, Strategy, in_place_obstacle, replaced
 from rerail.decide.situation import Situation, broken
 from rerail.flow import Cost, Diagnosis, Rung
 
@@ -28,5 +28,5 @@ RESET_DEVICE = Strategy(
     usual=Cost(t1=10.0, t2=0.02, t3=0.05),
     answers=_answers,
     obstacle=_obstacle,
-    replaces=lambda diagnosis, now: broken(diagnosis),
+    replaces=replaced,
 )

@@ -21,6 +21,11 @@ class Reason(NamedTuple):
 Moves = dict[int, Place]
 
 
+def replaced(diagnosis: Diagnosis, now: Situation) -> tuple[int, ...]:
+    """For rungs that end the processes of the broken ranks."""
+    return broken(diagnosis)
+
+
 def _nobody(diagnosis: Diagnosis, now: Situation) -> tuple[int, ...]:
     return ()
 
