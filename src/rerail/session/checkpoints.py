@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -242,9 +243,7 @@ class Checkpoints:
         job = self._job
         if not self.on or job.rehearsing:
             return
-        if self._new_here:
-            self._new_here = False
-            self._settle()
+        self._settle()
         # By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former.
         if job._small is None or job._small.saves[1] != job._version:
             return
@@ -258,11 +257,15 @@ class Checkpoints:
         if job._rejoin is None or fabric.mode is Mode.LIVE:
             self.next_save = job._version + int(wish.item())
 
-    def _settle(self) -> None:
-        writer, arena, rank = self._writer, self._job._snapshots.arena, self._job.rank
-        if writer is not None:
-            mine = StepId(self.epoch, self._begun, self._generation)
-            owed.in_background(lambda: owed.settle(self._tiers, mine, rank, arena, writer.save))
+    def _settle(self) -> threading.Thread | None:
+        """The first time in a process that took the place of another: see to what that one owed."""
+        if not self._new_here or self._writer is None:
+            return None
+        self._new_here = False
+        tiers, arena, save, job = self._tiers, self._job._snapshots.arena, self._writer.save, self._job
+        now = StepId(self.epoch, job._version, self._generation)
+        who = owed.Newcomer(job.rank, job.seats[0], now, self._begun)
+        return owed.in_background(lambda: owed.settle(tiers, who, arena, save))
 
     def metric(self, name: str, value: float) -> None:
         """A number that goes with the next save; `Keep(best=..., metric=...)` looks at it."""
@@ -279,7 +282,14 @@ class Checkpoints:
         if writer is None:
             return
         began, told = time.monotonic(), False
-        for done in (writer.wait, writer.close):
+        settling = self._settle()
+
+        def settled(limit_s: float) -> bool:
+            if settling is not None:
+                settling.join(limit_s)
+            return settling is None or not settling.is_alive()
+
+        for done in (settled, writer.wait, writer.close):
             while not done(LOOK_S):
                 if fabric.interrupted:
                     return

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +19,7 @@ from rerail.checkpoint import catalog, names
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.declining import decline
 from rerail.checkpoint.names import StepId
-from rerail.checkpoint.saving import Order
+from rerail.checkpoint.saving import GONE_S, Order
 from rerail.checkpoint.tiers import Tier
 from rerail.checkpoint.writer import Writer
 from rerail.errors import CheckpointError, StateError
@@ -27,22 +29,51 @@ WRITING_S = 600.0
 """Seconds that a save under way may take before it is looked for no more."""
 
 
-def in_background(task: Callable[[], None]) -> None:
-    threading.Thread(target=task, name="rerail-owed", daemon=True).start()
+def in_background(task: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=task, name="rerail-owed", daemon=True)
+    thread.start()
+    return thread
 
 
-def settle(tiers: Sequence[Tier], mine: StepId, rank: int, arena: Arena | None, save: Callable[[Order], None]) -> None:
-    """A newcomer's: saves of this job that lack this rank's part, but for `mine`, which this process has begun."""
+class Newcomer(NamedTuple):
+    """A process that took the place of another, at the step behind which it did."""
+
+    rank: int
+    coordinator: int
+    """The lowest rank there is."""
+    now: StepId
+    """The version it is at, were it to save it."""
+    begun: int
+    """The version whose save it has begun itself."""
+
+    def owes(self, step: StepId) -> bool:
+        """Whether a save of this job may be one of its predecessor's."""
+        epoch, version, generation = self.now
+        older = step.generation < generation or (step.step <= version and step.step != self.begun)
+        return step.epoch == epoch and older
+
+
+def settle(tiers: Sequence[Tier], who: Newcomer, arena: Arena | None, save: Callable[[Order], None]) -> None:
+    """A newcomer's: saves of this job that lack its predecessor's part. The coordinator's part is also to commit."""
     tiers = answering(tiers, write=True)
+
+    def open_to(rank: int | None) -> set[StepId]:
+        return {step for step in _unfinished(tiers, rank) if who.owes(step)}
+
     with contextlib.suppress(OSError, CheckpointError):
-        for step in _unfinished(tiers, rank):
-            if step.epoch != mine.epoch or step == mine:
-                continue
+        lacking = open_to(who.rank)
+        uncommitted = open_to(None) - lacking if who.rank == who.coordinator else set[StepId]()
+        for step in sorted(lacking | uncommitted):
             order = _kept(arena, step)
             if order is not None:
                 save(order)
-            else:
-                decline(tiers, step, rank, "it was lost before its part was copied")
+                uncommitted.discard(step)
+            elif step in lacking:
+                decline(tiers, step, who.rank, "it was lost before its part was copied", who.coordinator)
+        if uncommitted:  # the predecessor's persister may be alive elsewhere
+            time.sleep(GONE_S)
+            for step in sorted(uncommitted & open_to(None)):
+                decline(tiers, step, who.rank, "it was lost before it could commit", who.coordinator)
 
 
 def give_up_for(tiers: Sequence[Tier], epoch: int, version: int, ranks: Sequence[int], coordinator: int) -> None:
@@ -75,16 +106,22 @@ def distrust_later(tiers: Sequence[Tier], saves: tuple[int, int, int], trusted: 
             writer.wait(WRITING_S)  # what is being written shows only then
 
 
-def _unfinished(tiers: Sequence[Tier], rank: int | None) -> Iterator[StepId]:
+def _unfinished(tiers: Sequence[Tier], rank: int | None) -> set[StepId]:
     """Saves neither committed nor given up, to which `rank` has not given its part."""
     done = {names.COMMIT, names.ABORT, names.COPYING, names.ELSEWHERE}
     if rank is not None:
         done |= {names.manifest_name(rank), names.failure_name(rank)}
+    found, committed = set[StepId](), set[StepId]()
     for tier in tiers:
         for name in tier.names():
             step = names.step_of(name)
-            if step is not None and not done & set(tier.names(name)):
-                yield step
+            if step is not None:
+                there = set(tier.names(name))
+                if not done & there:
+                    found.add(step)
+                if names.COMMIT in there:
+                    committed.add(step)
+    return found - committed
 
 
 def _kept(arena: Arena | None, step: StepId) -> Order | None:
