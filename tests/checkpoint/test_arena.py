@@ -126,3 +126,84 @@ def test_an_ordered_version_is_kept_though_nobody_reads_it_yet(fd: int) -> None:
     stager.stage(4, state(4.0), b"")
     assert not stager.stage(6, state(6.0), b"", pinned=frozenset({2}))
     assert stager.stage(6, state(6.0), b"")
+
+
+def test_while_one_is_being_saved_the_other_slot_holds_the_newest(fd: int) -> None:
+    stager = Stager(Arena(fd), overlap=False)
+    stager.stage(2, state(2.0), b"")
+    stager.stage(4, state(4.0), b"")
+    for version in (6, 8):
+        assert stager.stage(version, state(float(version)), b"", pinned=frozenset({2}), renew=True)
+        assert versions(stager.arena) == [2, version]
+    assert not stager.stage(9, state(9.0), b"", pinned=frozenset({2, 8}), renew=True)
+
+
+def test_the_only_snapshot_there_is_stays_until_there_is_another(fd: int) -> None:
+    stager = Stager(Arena(fd), slots=1, overlap=False)
+    stager.stage(2, state(2.0), b"")
+    assert not stager.stage(4, state(4.0), b"", renew=True)
+    assert versions(stager.arena) == [2]
+
+
+# --- the training has gone back ---
+
+
+def test_what_is_left_of_a_past_that_was_further_takes_no_slot(fd: int) -> None:
+    """Two slots: were the later version kept as the newest one, a save under way would keep all others from being taken."""
+    stager = Stager(Arena(fd), overlap=False)
+    for version in (80, 90):
+        assert stager.stage(version, state(float(version)), b"")
+    for version, pinned in ((20, set[int]()), (30, {20}), (40, set[int]()), (50, {40})):
+        assert stager.stage(version, state(float(version)), b"", pinned=frozenset(pinned)), f"no slot for {version}"
+    assert versions(stager.arena) == [40, 50]
+
+
+def test_a_later_version_that_is_being_saved_stays_until_it_is(fd: int) -> None:
+    stager = Stager(Arena(fd), overlap=False)
+    stager.stage(80, state(80.0), b"")
+    stager.stage(90, state(90.0), b"")
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, str(fd), "90"], pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with reader:
+        assert reader.stdout is not None and reader.stdin is not None
+        assert reader.stdout.readline() == b"True\n"
+        stager.arena.drop_later(20)
+        assert versions(stager.arena) == [90]
+        assert stager.stage(20, state(20.0), b"")
+        assert versions(stager.arena) == [20, 90]
+        reader.stdin.close()
+    assert stager.stage(30, state(30.0), b"")
+    assert versions(stager.arena) == [20, 30]
+
+
+UNLOCKER = """
+import sys
+from rerail.checkpoint.arena import Arena
+arena = Arena(int(sys.argv[1]))
+print(arena.lock_for_reading(4), flush=True)
+sys.stdin.readline()
+arena.unlock(4)
+print("unlocked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_slot_whose_seal_is_broken_while_it_is_read_is_free_once_that_is_over(fd: int) -> None:
+    """Its reader, a persister, lives as long as the rank: a lock that it forgot would take the slot for good."""
+    stager = Stager(Arena(fd), overlap=False)
+    stager.stage(2, state(2.0), b"")
+    stager.stage(4, state(4.0), b"")
+    reader = subprocess.Popen(
+        [sys.executable, "-c", UNLOCKER, str(fd)], pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with reader:
+        assert reader.stdout is not None and reader.stdin is not None
+        assert reader.stdout.readline() == b"True\n"
+        stager.arena.drop_behind(2)  # not to be trusted
+        reader.stdin.write(b"\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == b"unlocked\n"
+        assert stager.stage(3, state(3.0), b"") and stager.stage(5, state(5.0), b"")
+        assert versions(stager.arena) == [3, 5]
+        reader.stdin.close()

@@ -77,6 +77,8 @@ class Arena:
         self.fd = fd
         self._map: mmap.mmap | None = None
         self._slots = self._meta_bytes = self._image_bytes = 0
+        self._read: dict[int, int] = {}
+        """Slots of the versions that are locked for reading here."""
         if os.fstat(fd).st_size >= PAGE:
             self._open()
 
@@ -123,14 +125,15 @@ class Arena:
         except (StateError, BlockingIOError, PermissionError):
             return False
         if any(seal.slot == slot and seal.version == version for seal in self.seals()):
+            self._read[version] = slot
             return True
-        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, slot)
+        self._unlock_slot(slot)
         return False
 
     def unlock(self, version: int) -> None:
-        for seal in self.seals():
-            if seal.version == version:
-                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, seal.slot)
+        slot = self._read.pop(version, None)
+        if slot is not None:  # by its number: the seal may have been broken meanwhile
+            self._unlock_slot(slot)
 
     # --- writing ---
 
@@ -160,14 +163,20 @@ class Arena:
         _HEAD.pack_into(self._map, 0, MAGIC, slots, meta_bytes, image_bytes)
         del old
 
-    def begin(self, version: int, pinned: frozenset[int] = frozenset()) -> int | None:
-        """Break the seal of the slot to fill next and lock it: an old one that nobody reads. None if there is none."""
+    def begin(self, version: int, pinned: frozenset[int] = frozenset(), *, renew: bool = False) -> int | None:
+        """Break the seal of the slot to fill next and lock it: an old one that nobody reads. None if there is none.
+
+        Later versions are of a past in which the training was further: it has gone back, and will make them anew.
+        `renew`: where all older ones are pinned or being read, and so stay, the newest one makes room for its successor.
+        """
+        self.drop_later(version)
         sealed = {seal.slot: seal.version for seal in self.seals()}
-        newest = max(sealed.values(), default=_NO_VERSION)
+        newest = max((kept for kept in sealed.values() if kept <= version), default=_NO_VERSION)
         same = [slot for slot, kept in sealed.items() if kept == version and kept not in pinned]
         free = [slot for slot in range(self._slots) if slot not in sealed]
         old = sorted((kept, slot) for slot, kept in sealed.items() if kept != newest and kept not in pinned)
-        for slot in same or [*free, *(slot for _, slot in old)]:
+        last = [slot for slot, kept in sealed.items() if kept == newest and kept not in pinned and len(sealed) > 1]
+        for slot in same or [*free, *(slot for _, slot in old), *(last if renew else [])]:
             if self._try_lock(slot):
                 _SEAL.pack_into(self._memory(), _seal_at(slot), _NO_VERSION, 0, 0, 0)
                 return slot
@@ -178,6 +187,13 @@ class Arena:
         for seal in self.seals():
             if seal.version > version:
                 self.drop(seal.version)
+
+    def drop_later(self, version: int) -> None:
+        """Break the seals of all later versions, but for those that somebody reads."""
+        for seal in self.seals():
+            if seal.version > version and self._try_lock(seal.slot):
+                self.drop(seal.version)
+                self._unlock_slot(seal.slot)
 
     def drop(self, version: int) -> None:
         """Break the seal of one."""

@@ -59,6 +59,7 @@ class Stager:
         *,
         order: bytes = b"",
         pinned: frozenset[int] = frozenset(),
+        renew: bool = False,
         sealed: Callable[[int], None] = lambda version: None,
     ) -> bool:
         """Begin to copy; `sealed(version)` is called when the slot is whole.
@@ -71,7 +72,7 @@ class Stager:
         layout = self._plan(pieces)
         if not self._has_room(layout):
             return False
-        slot = self.arena.begin(version, pinned)
+        slot = self.arena.begin(version, pinned, renew=renew)
         if slot is None:
             return False
         meta = Meta(layout.entries, layout.saved, layout.file_size, small, order)

@@ -123,6 +123,7 @@ def small(job: Job, state: Small, *, fresh: bool) -> None:
     job._small = None
     job._cursor.go_back(state.version, state.position, fresh=fresh)
     job._buffers.from_journal(state.buffers)
+    job._snapshots.drop_later(state.version)
     job._snapshots.adopt(state.snapshot_every)
     job._checkpoints.adopt(*state.saves)
     rng.restore(state.random)

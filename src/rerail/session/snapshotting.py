@@ -125,6 +125,7 @@ class Snapshotter:
                 encode(full),
                 order=msgspec.json.encode(order) if order is not None else b"",
                 pinned=job._checkpoints.pinned | job._soundness.healing.pinned(version),
+                renew=not save,  # one that is saved would hold its slot, too
                 sealed=lambda _: job._checkpoints.sealed(order) if save and order is not None else None,
             )
         except StateError as error:
@@ -185,6 +186,11 @@ class Snapshotter:
         self.settle()
         if self.arena is not None:
             self.arena.drop_behind(version)
+
+    def drop_later(self, version: int) -> None:
+        """The training goes on from this one, and makes later ones anew; those that are being saved stay until then."""
+        if self.arena is not None:
+            self.arena.drop_later(version)
 
     def drop_unsound(self) -> None:
         """Nor what holds numbers that are none."""
