@@ -1,0 +1,44 @@
+"""Which predictor to trust: lets each guess a checkpoint from those before it, and takes the one that would cost least.
+
+The newest kept version is always one of them: if nothing beats it, it is used, and the choice says so. Called when a checkpoint was
+kept, one tensor at a time; used by `session.restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rerail.rehab.drift import AHEAD, Score, score
+from rerail.rehab.predictors import Linear, Predictor, Stale
+from rerail.rehab.vitp import Window
+
+MARGIN = 0.95
+"""A guess has to cost less than this, against the newest kept version, to be preferred to it."""
+
+
+class Choice(NamedTuple):
+    """Who guesses, and why."""
+
+    predictor: Predictor
+    costs: dict[str, float]
+    """Of every candidate, against the newest kept version."""
+
+    @property
+    def why(self) -> str:
+        listed = ", ".join(f"{name} {cost:.2f}" for name, cost in sorted(self.costs.items(), key=lambda one: one[1]))
+        return f"{self.predictor.name} (expected costs: {listed})"
+
+
+def choose(windows: Iterable[Window], candidates: Sequence[Predictor] = (Linear(),)) -> Choice:
+    """By the newest intervals of what was kept. With too little to tell, what is kept is used as it is."""
+    scores = {one.name: Score() for one in candidates}
+    for rows, times in windows:
+        known = rows.shape[0] - AHEAD
+        for one in candidates:
+            if known >= one.needs:
+                scores[one.name] += score(one.predict(rows[:known], times.first(known)), rows, times)
+    costs = {Stale().name: 1.0, **{name: found.cost for name, found in scores.items()}}
+    best = min(candidates, key=lambda one: costs[one.name], default=None)
+    good = best is not None and costs[best.name] < MARGIN
+    return Choice(best if good and best is not None else Stale(), costs)
