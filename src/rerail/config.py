@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rerail.errors import ConfigError
-from rerail.wording import guess
+from rerail.wording import guess, mistyped
 
 DEPOTS = "RERAIL_DEPOTS"
 """In a rank's environment: host:port of every node's depot, in the order of the nodes."""
@@ -253,7 +253,7 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ,
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"setting not accepted: {error}") from error
+        raise ConfigError(f"setting not accepted: {mistyped(error)}") from error
     _check_ranges(settings)
     return settings
 

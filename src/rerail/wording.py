@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -25,3 +26,25 @@ def guess(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` where one of those that are known is much like it, else nothing."""
     close = closest(word, known)
     return f"; did you mean {close}?" if close else ""
+
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text in quotes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+}
+_MISTYPED = re.compile(r"^Expected `([^`]+)`, got `([^`]+)`(?: - at `\$\.?([^`]*)`)?$")
+
+
+def mistyped(error: Exception) -> str:
+    """What msgspec says of a value of the wrong type, in words that a person who writes settings knows."""
+    found = _MISTYPED.match(str(error))
+    if found is None:
+        return str(error)
+    wanted, given, where = found.groups()
+    wanted = " or ".join(_TYPES.get(one.strip(), one.strip()) for one in wanted.split("|"))
+    return f"{f'{where}: ' if where else ''}{wanted} is expected here, not {_TYPES.get(given, given)}"

@@ -142,7 +142,7 @@ def test_unknown_codes_are_judged_by_their_severity(severity: Severity, scope: s
         ('[[policy]]\nlevel = "RestartNPUs"', "policy 1: there is no level 'RestartNPUs'; did you mean RestartNPU"),
         ('[[policy]]\ncode = "gpu.*"', "it says nothing"),
         ("[[policy]]\nmute_s = -1", "mute_s is -1"),
-        ('[[policy]]\nmute_s = "long"', "policy 1: Expected `float"),
+        ('[[policy]]\nmute_s = "long"', "policy 1: mute_s: a number"),
         ('[[policy]]\ncode = "gpu.xidd.*"\nmute_s = 1', "code 'gpu.xidd.\\*' fits no fault that is known"),
         ('[[policy]]\ncode = "gpu.xid.791"\nmute_s = 1', "did you mean gpu.xid"),
         ('[[policy]]\nclass = "gpuu"\nmute_s = 1', "class 'gpuu' is not one of .*did you mean gpu"),

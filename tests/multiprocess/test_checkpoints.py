@@ -220,6 +220,33 @@ def test_told_to_end_without_rerail_run_it_saves_one_step_more_and_ends(
         assert rest[rank]["digest"] == straight[rank]["digest"]
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_told_to_end_under_rerail_run_no_step_is_lost(tmp_path: Path, layout: str) -> None:
+    """Snapshots are far apart: what is saved is the step that the ranks were in, not the newest one of those."""
+    straight = launched("rerail", 2, tmp_path, layout, "40", str(tmp_path / "straight"))
+    root, done = tmp_path / "root", [0, 0]
+    command, env = command_of("rerail", 2, tmp_path, layout, "40", str(root), "--every", "1000", "--sleep", "0.1")
+    env["RERAIL_SNAPSHOT_EVERY"] = "1000"
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            for event in (json.loads(part) for part in line.replace("}{", "}\n{").splitlines() if part.startswith("{")):
+                done[event["rank"]] = max(done[event["rank"]], event.get("step", 0))
+                if event["rank"] == 0 and event.get("step") == 5:
+                    process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    ((_, step),) = committed(root) or [(0, 0)]
+    assert f"step {step} was saved to {root} before the end" in "".join(said), "".join(said)
+    assert step >= min(done) >= 5, f"{done} were done: {''.join(said)}"
+    rest = launched("rerail", 2, tmp_path, layout, "40", str(root))
+    for rank in range(2):
+        assert min(rest[rank]["losses"]) == step + 1
+        assert rest[rank]["digest"] == straight[rank]["digest"]
+
+
 @pytest.mark.timeout(120)
 def test_a_step_that_a_start_finds_damaged_is_marked_and_no_longer_counted_on(tmp_path: Path) -> None:
     root = tmp_path / "root"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from rerail.errors import ConfigError
-from rerail.wording import guess
+from rerail.wording import guess, mistyped
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -83,7 +83,7 @@ def _converted(table: Mapping[str, Any], kind: type[R], shape: Shape, where: str
     try:
         return msgspec.convert({"id": name, **row}, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {mistyped(error)}") from error
 
 
 def fit(*given: tuple[Sequence[str], str]) -> bool:

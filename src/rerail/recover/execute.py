@@ -49,6 +49,8 @@ class Execution:
         self.rung: Rung | None = None
         self.problem = ""
         """Why the newest generation cannot be formed; the controller then decides anew."""
+        self.leaving = False
+        """The job is about to end: what the ranks hold is to be kept at one version."""
         self.dropped = ""
         """Why nothing came of what was begun, and nothing need be done instead."""
         self.marks = Marks()
@@ -312,11 +314,7 @@ class Execution:
 
     def _interrupt(self, survivors: list[Rank]) -> None:
         fleet = self.fleet
-        order = Interrupt(
-            generation=fleet.generation,
-            store_rank=self._store_rank,
-            trusted=fleet.back.trusted,
-        )
+        order = Interrupt(generation=fleet.generation, store_rank=self._store_rank, trusted=fleet.back.trusted)
         for node in fleet.placed():
             ranks = tuple(rank.rank for rank in survivors if rank.node == node)
             if ranks:
@@ -364,6 +362,7 @@ class Execution:
             version=choice.version,
             depots=depots(fleet),
             back=fleet.back,
+            leaving=self.leaving,
             healing=choice.healing,
             nodes=tuple(list(fleet.placed()).index(rank.node) for rank in fleet.ranks.values()),
             members=tuple(rank.rank for rank in members) if vacant else (),

@@ -113,9 +113,10 @@ def one_line(report: Report, recovery: Recovery) -> str:
             f"{report.summary}: all went back to step {report.resumed_step} in {took}, {lost} lost ({recovery.detail})"
         )
     if report.rung is Rung.RETRY_STEP:
-        return f"{report.summary}: step {report.resumed_step} retried in {took}"
+        return f"{report.summary}: step {report.resumed_step + 1} retried in {took}"
+    # a step that is computed is called by what it leads to, as everywhere
     replayed = (
-        f"{report.lost_steps + 1} steps replayed" if report.lost_steps else f"step {report.resumed_step} replayed"
+        f"{report.lost_steps + 1} steps replayed" if report.lost_steps else f"step {report.resumed_step + 1} replayed"
     )
     found = f"found in {report.cost.detect:.1f} s, " if report.cost.detect >= 0.1 else ""
     places = ", ".join(f"rank {rank} on {place}" for rank, place in sorted(report.moves.items()))

@@ -45,8 +45,6 @@ EXIT_CRASHED = 70
 """The agent itself failed (EX_SOFTWARE); the launcher starts a new one."""
 UNAWARE_CALM_S = 3.0
 """Seconds after its start in which a script that has not called join() is left alone with the machine."""
-LEAVE_S = 2.0
-"""Seconds to wait for the controller's answer to LeaveJob."""
 
 
 class Agent:
@@ -348,7 +346,7 @@ class Agent:
             self._end(128 + signum, reason)
             return
         self.uplink.send(orders.LeaveJob(reason=reason, exit_code=128 + signum))
-        asyncio.get_running_loop().call_later(LEAVE_S, lambda: self._end(128 + signum, reason))
+        leaving.unless_answered(lambda: self.uplink.connected, lambda: self._end(128 + signum, reason))
 
     def _end(
         self, code: int, reason: str, culprit: int = -1, grace_s: float | None = None, *, shown: bool = True

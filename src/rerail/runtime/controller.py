@@ -11,9 +11,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import msgspec
 
 from rerail.config import EXIT_DONE, JobSpec, Settings
 from rerail.decide.budget import Budget
@@ -28,6 +25,7 @@ from rerail.recover.stages import Stage
 from rerail.report.compose import compose, controller_lost, one_line, timeline
 from rerail.runtime import orders
 from rerail.runtime.admission import Admission
+from rerail.runtime.departure import Departure
 from rerail.runtime.experience import Experience
 from rerail.runtime.fleet import Fleet, Link, RankState
 from rerail.runtime.handling import Handling
@@ -41,7 +39,7 @@ from rerail.runtime.notebook import Notebook
 from rerail.runtime.processes import say
 from rerail.runtime.rollbacks import Rollbacks
 from rerail.runtime.situation import situation_of
-from rerail.runtime.takeover import Takeover, alive_mark
+from rerail.runtime.takeover import Takeover, left_to_the_next
 from rerail.runtime.training import ACT
 
 SETTLED_S = 30.0
@@ -60,6 +58,7 @@ class Controller:
         self.intake = Intake(self.fleet, spec.job, settings, several=spec.several_nodes)
         self.admission = Admission(self.fleet, spec, token, settings.agent_lost_s)
         self.execution = Execution(self.fleet, spec, settings)
+        self.departure = Departure(self.fleet, self.execution)
         self.classifier = Classifier(Levels.of(settings).catalog())
         self.handling = Handling.of(settings, self.classifier.catalog, spec.job, journal)
         self.isolation = Isolation(self.fleet, self.handling, tell)
@@ -130,7 +129,7 @@ class Controller:
 
     def _gather(self, sightings: list[Sighting]) -> None:
         """Each signal becomes an event of the incident it belongs to."""
-        for sighting in sightings:
+        for sighting in sightings if not self.departure.asked else ():
             if sighting.signal.source.startswith(("checkpoint.", "data.", "inject", "quarantine", "rehab.")):
                 self._notes.note(0, sighting.signal)  # written down, and no fault
                 self.injections.heard(sighting.signal)
@@ -256,7 +255,8 @@ class Controller:
         if isinstance(message, orders.ChoreDone):
             self.isolation.checked(message)
         elif isinstance(message, orders.LeaveJob):
-            self._shut_down(message.exit_code, message.reason)
+            calm = self.incident is None and self.takeover is None and self.execution.stage is Stage.IDLE
+            self.departure.ask(message, calm, now, wall)
         return self.intake.take(agent, message, wall=wall)
 
     def _greet(self, link: Link, hello: orders.AgentHello, now: float, wall: float) -> list[Sighting]:
@@ -347,6 +347,8 @@ class Controller:
             if self._repairing():
                 self._close("")
             self._shut_down(EXIT_DONE, "done")
+        elif self.exit_code is None and (wish := self.departure.over(time.monotonic())) is not None:
+            self._shut_down(wish.exit_code, wish.reason)
 
     def _shut_down(self, code: int, reason: str, culprit: int = -1) -> None:
         self.exit_code = code
@@ -366,23 +368,11 @@ class Controller:
     def _write(self) -> None:
         """One transaction per turn, before any of its messages leaves: they are sent when this turn is over."""
         self._note_actions()
-        state: dict[str, Any] = {
-            "generation": self.fleet.generation,
-            "incidents": self.incidents,
-            "open": self.incident.number if self.incident is not None else 0,
-            "budget": msgspec.to_builtins(self.budget),
-            **self.rollbacks.state(),
-            **self.fleet.remembered(),
-            "incarnations": {agent.node: agent.incarnation for agent in self.fleet.agents.values()},
-            "master": list(self.execution.master),
-            "exit_code": self.exit_code,
-            **self.handling.state(),
-            "alive": alive_mark(time.monotonic()),
-        }
-        self._notes.write(state)
+        self._notes.write({**left_to_the_next(self, time.monotonic()), **self.handling.state()})
 
     def _next_deadline(self) -> float | None:
         times = [self.intake.next_deadline(), self.execution.next_deadline(), self.isolation.next_deadline(time.time())]
+        times.append(self.departure.deadline)
         if not self.fleet.ranks:
             times.append(self.admission.next_deadline())
         if self.takeover is not None:

@@ -10,8 +10,25 @@ from rerail.runtime.slots import Slot
 from rerail.runtime.standbys import StandbyPool
 from rerail.runtime.wire import Stop
 
+LOOK_S = 0.2
+LEAVE_S = 8.0
+"""Seconds to wait for the controller's answer to LeaveJob; as long as it can be reached."""
 STOP_S = 1.0
 """Seconds a rank that knows rerail has to leave by itself, so that the culprit can show its traceback."""
+
+
+def unless_answered(connected: Callable[[], bool], end: Callable[[], None]) -> None:
+    """The controller has been asked to end the job: end this node alone if it is gone, or does not answer in time."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + LEAVE_S
+
+    def look() -> None:
+        if not connected() or loop.time() >= until:
+            end()
+        else:
+            loop.call_later(LOOK_S, look)
+
+    loop.call_later(LOOK_S, look)
 
 
 async def end_node(

@@ -64,6 +64,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     depots: str = ""
     """Where every node keeps checkpoints for the others (`config.DEPOTS`): a node that is back may have moved."""
     back: Back = Back()
+    leaving: bool = False
+    """The job is about to end: this very version is kept in memory, to be saved from there."""
     healing: Healing | None = None
     nodes: tuple[int, ...] = ()
     """The number of each rank's node, by rank; empty: there is one."""

@@ -257,13 +257,14 @@ async def serve(spec: JobSpec, settings: Settings, journal: Journal, token: str,
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.cancel)
     publish(spec, listener, token)
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_farewell(controller, door), spec.shutdown_grace_s + FAREWELL_S)
-    server.should_exit = True
-    server.force_exit = True
-    await serving
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_farewell(controller, door), spec.shutdown_grace_s + FAREWELL_S)
+    finally:  # of an error there is to be one traceback, and not the server's, too
+        server.should_exit = server.force_exit = True
+        await serving
 
 
 async def _farewell(controller: Controller, door: Door) -> None:

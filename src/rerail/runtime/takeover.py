@@ -51,6 +51,7 @@ class Desk(Protocol):
     budget: Budget
     rollbacks: Rollbacks
     experience: Experience
+    exit_code: int | None
 
     @property
     def execution(self) -> Driver: ...
@@ -168,9 +169,21 @@ class Takeover:
         return self._controller.intake.signal("controller.lost", "", -1, wall, stalled_s=self._down_s)
 
 
-def alive_mark(now: float) -> list[Any]:
-    """A sign of life for the journal, whole seconds: a new controller sees how long there was none."""
-    return [int(now), _boot_id()]
+def left_to_the_next(controller: Desk, now: float) -> dict[str, Any]:
+    """What a controller writes down in every turn, for the one that may have to take over."""
+    return {
+        "generation": controller.fleet.generation,
+        "incidents": controller.incidents,
+        "open": controller.incident.number if controller.incident is not None else 0,
+        "budget": msgspec.to_builtins(controller.budget),
+        **controller.rollbacks.state(),
+        **controller.fleet.remembered(),
+        "incarnations": {agent.node: agent.incarnation for agent in controller.fleet.agents.values()},
+        "master": list(controller.execution.master),
+        "exit_code": controller.exit_code,
+        # a sign of life, in whole seconds: a new controller sees how long there was none
+        "alive": [int(now), _boot_id()],
+    }
 
 
 def _down_for(mark: Any, now: float) -> float:

@@ -276,6 +276,8 @@ class Rejoiner:
         job._soundness.healing.begin(plan.healing)
         job._cursor.leave_out(plan.back.skips)
         restore.by_plan(job, plan, self._inherited)
+        if plan.leaving:
+            job._snapshots.take_now(job._small if job._has_batch and job._small is not None else job._small_now())
         job._checkpoints.left_by(sorted(set(before) - set(job.seats)), min(before))
         self._intact = self._joined = True
         self._agreed = -1
@@ -288,6 +290,8 @@ class Rejoiner:
         job._announce = plan.generation
         phases = {"communication": connected - started, "load": loaded - connected}
         self._link.send(Formed(rank=job.rank, generation=plan.generation, version=job._version, phases=phases))
+        if plan.leaving:
+            self._link.wait_for_verdict(plan.generation)  # which is to end
 
 
 def _changing(job: Job) -> bool:

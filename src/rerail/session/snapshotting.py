@@ -102,11 +102,18 @@ class Snapshotter:
         """Versions of which at least the small state is kept here."""
         return tuple(seal.version for seal in self.arena.seals()) if self.arena is not None else ()
 
-    def take_if_due(self, small: Small, *, last: bool = False, tries: int = 2) -> None:
+    def take_now(self, small: Small) -> None:
+        """Copy this version, and wait until that is done: the process is about to end."""
+        if not self._only_for_saves:
+            self.settle()
+            self.take_if_due(small, now=True)
+            self.settle()
+
+    def take_if_due(self, small: Small, *, last: bool = False, tries: int = 2, now: bool = False) -> None:
         """Copy this version if it is its turn. Of several replicas on a node only one copies tensors."""
         job, version = self._job, self._job._version
         save = job._checkpoints.due(version) or (last and job._checkpoints.on)
-        due = version % self.every == 0 and not self._only_for_saves and self._stager is not None
+        due = (now or version % self.every == 0) and not self._only_for_saves and self._stager is not None
         if not (save or due) or (version in self.small_versions() and not save):
             return
         started = time.monotonic()
