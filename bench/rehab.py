@@ -32,8 +32,8 @@ import torch
 
 from rehab_train import SHAPES, Shape, Span, State, Trainer, part
 from rerail.rehab.choosing import Choice, choose
-from rerail.rehab.predictors import LeastSquares, Linear, Predictor, Stale, Times
-from rerail.rehab.vitp import Vitp, Window
+from rerail.rehab.predictors import LeastSquares, Linear, Predictor, Stale, Times, Window
+from rerail.rehab.vitp import Vitp
 
 KEPT = 6
 """Checkpoints of a shard that predictors may look at."""

@@ -27,6 +27,21 @@ def test_survivors_keep_their_steps_and_the_lost_shard_comes_from_its_snapshot(s
     assert style == "pp" or len(set(run.digests.values())) == 1, "all hold one model"
 
 
+def test_the_lost_parameters_go_on_where_the_survivors_drift(start: Start) -> None:
+    """Snapshots every five steps: by step 33 every rank knows whether a straight line pays. It says so, and it heals."""
+    run = start("fsdp", "80", "--tell", *LOST, env={**FAST, "RERAIL_SNAPSHOT_EVERY": "5"})
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    assert recovery.sources[2] in (
+        "its snapshot of step 30 (not exact)",
+        "its snapshot of step 30, parameters on in a straight line from that of step 25 (not exact)",
+    ), recovery
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+    assert len(set(run.digests.values())) == 1, "all hold one model"
+
+
 def test_what_does_not_heal_goes_back_and_is_exact_from_there(start: Start, undisturbed: Digests) -> None:
     run = start("fsdp", "80", "--tell", *LOST, "--sick", "1", env=FAST)
     run.finish()

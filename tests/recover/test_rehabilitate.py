@@ -56,6 +56,24 @@ def test_one_that_is_a_step_behind_keeps_its_own() -> None:
     assert isinstance(found, Choice) and found.sources[1] == Source(kind="behind")
 
 
+def straight(worth: tuple[float, float, float], kept: tuple[int, ...]) -> int:
+    """What the survivors expect of a straight line, what the lost rank's arena holds; where that line begins."""
+    parked = four(snapshots=kept)
+    for number, cost in zip((0, 1, 3), worth, strict=True):
+        parked[number] = msgspec.structs.replace(parked[number], straight=cost)
+    found = rehabilitated(parked, exact(parked), FREE)
+    assert isinstance(found, Choice) and found.sources[2].at == 20
+    return found.sources[2].before
+
+
+def test_parameters_go_on_on_a_straight_line_where_the_survivors_own_have_shown_that_to_pay() -> None:
+    assert straight((0.6, 0.7, 1.2), (5, 20)) == 5
+    assert straight((0.6, 1.0, 1.2), (5, 20)) == -1, "not for most of them"
+    assert straight((1.0, 1.0, 1.0), (5, 20)) == -1, "nobody knows"
+    assert straight((0.6, 0.6, 0.6), (20,)) == -1, "there is only one"
+    assert straight((0.6, 0.6, 0.6), (10, 20)) == -1, "further than it was seen to go"
+
+
 @pytest.mark.parametrize(
     ("changed", "limits", "why"),
     [

@@ -13,8 +13,8 @@ from rerail.errors import StateError
 from rerail.rehab.choosing import choose
 from rerail.rehab.denoise import bands, on_even_grid
 from rerail.rehab.drift import Score, score, shared_drift
-from rerail.rehab.predictors import LeastSquares, Linear, Predictor, Stale, Times
-from rerail.rehab.vitp import LARGEST, Vitp, Window
+from rerail.rehab.predictors import LeastSquares, Linear, Predictor, Stale, Times, Window
+from rerail.rehab.vitp import LARGEST, Vitp
 
 SIZE = 4000
 EVERYONE: list[Predictor] = [Stale(), Linear(), Linear("over 2", 2), LeastSquares(), Vitp(), Vitp(target="drift")]

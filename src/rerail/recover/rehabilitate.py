@@ -1,7 +1,8 @@
 """Going on from now although a shard is lost: turns what the parked ranks hold into a choice that is not exact, or into why not. Pure.
 
     survivors       keep what they have
-    the lost shard  comes from its newest snapshot that all share; place in the data, schedule and random state are exact
+    the lost shard  comes from its newest snapshot that all share; place in the data, schedule and random state are exact.
+                    Its parameters go on on a straight line through the last two, where the survivors' own have shown that to pay
     the guard       one rank looks at its loss until it is what it was; if that takes longer than going back would have
                     cost, all go back to that snapshot, and the run is exact again
 
@@ -11,6 +12,7 @@ Called by `recover.execute` where the policy says `fidelity = "fast"`, with the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +23,8 @@ from rerail.runtime.fleet import Fleet
 from rerail.runtime.plans import WINDOW, Healing, Source
 from rerail.runtime.wire import Parked
 
+MARGIN = 0.95
+"""A straight line has to be expected to cost less than this, against parameters as they were kept."""
 LEAST = 2
 """Steps that going back has to cost: one or two are sooner computed again."""
 
@@ -70,8 +74,9 @@ def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -
     if any(p.agreed >= 0 or p.in_guard for p in parked.values()):
         return "what the ranks hold is not to be gone on from"
     sources: dict[int, Source] = {}
+    straight = median(p.straight for p in whole.values()) < MARGIN
     for rank, p in sorted(parked.items()):
-        source = _source(p, rank in whole, version, exact.version)
+        source = _source(p, rank in whole, version, exact.version, straight)
         if source is None:
             return f"rank {rank} cannot be brought to step {version}"
         sources[rank] = source
@@ -89,7 +94,7 @@ def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -
     return Choice(version=version, sources=sources, healing=healing)
 
 
-def _source(p: Parked, whole: bool, version: int, at: int) -> Source | None:
+def _source(p: Parked, whole: bool, version: int, at: int, straight: bool) -> Source | None:
     if whole and p.version == version:
         return Source(kind="own")
     if version not in p.small_versions:
@@ -97,7 +102,13 @@ def _source(p: Parked, whole: bool, version: int, at: int) -> Source | None:
     if whole:
         return Source(kind="behind") if p.version == version - 1 else None
     # one that could only run the step out does not know the schedule behind it
-    return Source(kind="stale", at=at) if at in p.snapshots and version <= p.version else None
+    if at not in p.snapshots or version > p.version:
+        return None
+    before = max((one for one in p.snapshots if one < at), default=-1)
+    # further than it was seen to go, noise is all there is
+    return Source(
+        kind="stale", at=at, before=before if straight and 0 <= version - at <= at - before and before >= 0 else -1
+    )
 
 
 def carried_on(healing: Healing | None, choice: Choice, parked: Mapping[int, Parked]) -> Healing | None:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rerail.rehab.drift import AHEAD, Score, score
-from rerail.rehab.predictors import Linear, Predictor, Stale
-from rerail.rehab.vitp import Window
+from rerail.rehab.predictors import Linear, Predictor, Stale, Window
 
 MARGIN = 0.95
 """A guess has to cost less than this, against the newest kept version, to be preferred to it."""

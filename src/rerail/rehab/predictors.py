@@ -34,6 +34,13 @@ class Times(NamedTuple):
         return Times(self.kept[:count], self.kept[count])
 
 
+class Window(NamedTuple):
+    """What was kept of one tensor, and when."""
+
+    rows: torch.Tensor
+    times: Times
+
+
 class Predictor(Protocol):
     """Guesses one tensor at a time."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from torch import nn
 from rerail.errors import StateError
 from rerail.rehab.denoise import bands
 from rerail.rehab.drift import AHEAD, shared_drift
-from rerail.rehab.predictors import Times, rates
+from rerail.rehab.predictors import Times, Window, rates
 
 LOOK_BACK = 4
 """Intervals that the net sees."""
@@ -35,13 +34,6 @@ LARGEST = 200 << 20
 STEPS, BATCH = 300, 8192
 GREATEST_GAIN = 8.0
 _TINY = 1e-30
-
-
-class Window(NamedTuple):
-    """What was kept of one tensor, and when."""
-
-    rows: torch.Tensor
-    times: Times
 
 
 class _Net(nn.Module):

@@ -141,6 +141,8 @@ def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
 
 
 def _source(source: Source) -> str:
+    if source.kind == "stale" and source.before >= 0:
+        return f"its snapshot of step {source.at}, parameters on in a straight line from that of step {source.before} (not exact)"
     if source.kind == "stale":
         return f"its snapshot of step {source.at} (not exact)"
     return f"replica {source.rank}" if source.kind == "replica" else source.kind

@@ -16,6 +16,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     `stale` (tensors of the snapshot `at` in its arena, all else of the plan's version), `behind` (its own of one version before)."""
     rank: int = -1
     at: int = -1
+    before: int = -1
+    """With `stale`: parameters go on on a straight line from the snapshot of this version through that `at`; -1: they do not."""
     small: bool = False
     """With `replica`: random state aside, the small state comes from there, too, since nobody has kept this rank's."""
 

@@ -136,6 +136,8 @@ class Parked(Message, frozen=True, kw_only=True):
     """The script can go on with fewer ranks: see `job.deal()`."""
     loss: tuple[float, float] | None = None
     """Where its loss is and how much it scatters, where the script tells it (`job.metric`)."""
+    straight: float = 1.0
+    """What parameters that go on from two snapshots on a straight line are expected to cost, against those of the newer one."""
     phases: dict[str, float] = {}
     """Seconds spent since the assignment or the interrupt: `build`, `rehearse`, `run_out`."""
 

@@ -248,6 +248,7 @@ class Rejoiner:
                 store_port=port,
                 elastic=job._elastic,
                 loss=job._soundness.level(),
+                straight=job._snapshots.drifting.straight(),
                 phases=self._phases,
             )
         )

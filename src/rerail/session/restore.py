@@ -14,6 +14,7 @@ from rerail.checkpoint.catalog import Saved
 from rerail.checkpoint.dtypes import code_of, view_of
 from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
+from rerail.rehab.predictors import Linear, Times
 from rerail.runtime.plans import Plan, Source
 from rerail.session import rng, transfer
 from rerail.session.fabric import fabric, hearing
@@ -29,6 +30,8 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     source = plan.sources[job.rank]
     if source.kind in ("snapshot", "stale"):
         tensors(job, plan.version if source.kind == "snapshot" else source.at)
+        if source.before >= 0:
+            straight_on(job, source, plan.version)
     received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
     if received is not None:
         _take_place(job, received)
@@ -152,6 +155,25 @@ def tensors(job: Job, version: int) -> None:
     # Before anything is sent on: who takes this rank's state takes its schedule, too.
     named = {owner_and_name(name)[1]: view_of(image, entry) for name, entry in kept.items()}
     job._tracked.load_small_objects(decode(meta.small).objects, named)
+
+
+def straight_on(job: Job, source: Source, version: int) -> None:
+    """Parameters that were just loaded from one snapshot: on, as they moved from another one to it."""
+    arena = job._snapshots.arena
+    assert arena is not None, "they were loaded from it"
+    image, line = arena.image(source.before), Linear()
+    kept = {entry.name: entry for entry in arena.meta(source.before).entries}
+    times = Times((float(source.before), float(source.at)), float(version))
+    trained = {one.data_ptr() for one in job._tracked.parameters().values() if one.is_floating_point() and one.numel()}
+    with torch.no_grad():
+        for piece in Pieces(job._tracked, job.rank, job.world_size).all():
+            found, now = kept.get(piece.name) or kept.get(owned_name(job.rank, piece.name)), piece.tensor
+            if found is None or found.shape != tuple(now.shape) or now.data_ptr() not in trained:
+                continue
+            then = view_of(image, found).to(now.device, torch.float32).reshape(-1)
+            guess = line.predict(torch.stack([then, now.float().reshape(-1)]), times)
+            if bool(torch.isfinite(guess).all()):
+                now.copy_(guess.view(now.shape))
 
 
 def from_arenas(job: Job) -> bool:

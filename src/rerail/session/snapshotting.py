@@ -28,9 +28,10 @@ from rerail.checkpoint.dtypes import view_of
 from rerail.checkpoint.layout import Piece, plan
 from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.stream import Stream
-from rerail.config import bytes_of, settings_of_rank
+from rerail.config import FAST, bytes_of, settings_of_rank
 from rerail.errors import StateError
 from rerail.session.c10d import cuda_in_use
+from rerail.session.drifting import Drifting
 from rerail.session.fabric import Mode, fabric, hearing
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
@@ -60,6 +61,7 @@ class Snapshotter:
         self._stager: Stager | None = None
         self._pieces = Pieces(job._tracked, job.rank, job.world_size)
         settings = settings_of_rank()
+        self.drifting = Drifting(job._tracked, on=settings.fidelity == FAST)
         self._most = bytes_of(settings.snapshot_memory) if settings.snapshot_memory else None
         self._fixed = settings.snapshot_every > 0
         self.every = settings.snapshot_every or UNTIL_AGREED
@@ -150,6 +152,8 @@ class Snapshotter:
                 self.take_if_due(small, last=True, tries=tries - 1)
             else:
                 job._checkpoints.missed(version)
+        if taken:
+            self.drifting.note(version)
         self._took_s, self._copying = time.monotonic() - started, True
         held = self.small_versions()
         if held:
