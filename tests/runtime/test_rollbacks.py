@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import pytest
 from test_controller import play, training
 
+from rerail.config import Settings
 from rerail.flow import Rung
+from rerail.runtime.fleet import Fleet
+from rerail.runtime.intake import Intake
 from rerail.runtime.orders import Beat, FormAll, InterruptAll, Shutdown
+from rerail.runtime.plans import Healing
+from rerail.runtime.rollbacks import Rollbacks
 from rerail.runtime.wire import Unsound
 
 
@@ -39,6 +46,18 @@ def test_ranks_are_told_what_to_trust_and_what_to_leave_out_also_by_a_new_contro
             assert stopped.exit_code == 93 and "its data left out, and it went wrong all the same" in stopped.reason
 
     play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("healing", [None, Healing(judge=1, loss=2.5, spread=0.25, target=20, until=46)])
+def test_the_guard_of_a_repair_that_is_not_exact_survives_the_controller(healing: Healing | None) -> None:
+    def remembering(fleet: Fleet) -> Rollbacks:
+        return Rollbacks(fleet, Intake(fleet, "j", Settings(), several=False), Settings())
+
+    former, newer = Fleet(), Fleet()
+    former.healing = healing
+    written = msgspec.json.decode(msgspec.json.encode(remembering(former).state()))
+    remembering(newer).restore(written)
+    assert newer.healing == healing
 
 
 def test_a_word_of_a_generation_that_is_no_more_changes_nothing(tmp_path: Path) -> None:

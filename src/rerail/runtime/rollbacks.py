@@ -16,7 +16,7 @@ from rerail.flow import Diagnosis, Signal
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake
-from rerail.runtime.plans import Back
+from rerail.runtime.plans import Back, Healing
 from rerail.runtime.wire import HEALED
 
 SAVED = ("checkpoint.saved", "checkpoint.loaded")
@@ -58,7 +58,12 @@ class Rollbacks:
 
     def state(self) -> dict[str, Any]:
         """For the journal."""
-        told = {"setbacks": self.setbacks, "back": self._fleet.back, "oldest_saved": self._oldest_saved}
+        told = {
+            "setbacks": self.setbacks,
+            "back": self._fleet.back,
+            "healing": self._fleet.healing,
+            "oldest_saved": self._oldest_saved,
+        }
         return {"rollbacks": msgspec.to_builtins(told, str_keys=True)}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -66,4 +71,5 @@ class Rollbacks:
         told = state.get("rollbacks", {})
         self.setbacks = msgspec.convert(told.get("setbacks", {}), Setbacks, str_keys=True)
         self._fleet.back = msgspec.convert(told.get("back", {}), Back, str_keys=True)
+        self._fleet.healing = msgspec.convert(told.get("healing"), Healing | None)
         self._oldest_saved = int(told.get("oldest_saved", -1))
