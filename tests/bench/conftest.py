@@ -1,0 +1,8 @@
+"""What is tested here lives in bench/."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
