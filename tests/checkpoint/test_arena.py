@@ -207,3 +207,24 @@ def test_a_slot_whose_seal_is_broken_while_it_is_read_is_free_once_that_is_over(
         assert stager.stage(3, state(3.0), b"") and stager.stage(5, state(5.0), b"")
         assert versions(stager.arena) == [3, 5]
         reader.stdin.close()
+
+
+def test_a_version_that_is_being_saved_gets_no_second_slot(fd: int) -> None:
+    """It was reached once more, after all had gone back: who reads it must not be handed another one in the middle."""
+    stager = Stager(Arena(fd), overlap=False)
+    for version in (5, 8):
+        assert stager.stage(version, state(float(version)), b"")
+    assert not stager.stage(8, state(80.0), b"", pinned=frozenset({8}), renew=True)
+    assert versions(stager.arena) == [5, 8]
+    assert stager.stage(8, state(80.0), b"")
+    assert versions(stager.arena) == [5, 8]
+
+
+def test_a_later_version_that_is_ordered_and_not_yet_read_stays(fd: int) -> None:
+    stager = Stager(Arena(fd), overlap=False)
+    for version in (80, 90):
+        stager.stage(version, state(float(version)), b"")
+    assert stager.stage(20, state(20.0), b"", pinned=frozenset({90}))
+    assert versions(stager.arena) == [20, 90]
+    stager.arena.drop_later(20)
+    assert versions(stager.arena) == [20]

@@ -96,6 +96,20 @@ def test_a_predecessor_s_persister_that_lives_on_elsewhere_may_still_commit(
     assert names.ABORT not in FileTier(tmp_path).names(STEP.folder)
 
 
+def test_a_coordinator_whose_seat_stays_empty_is_not_waited_for(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owed, "GONE_S", 0.1)
+    job.stage(STEP.step)
+    die_before_committing(job, tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = others_wait(job, tmp_path, pool)
+        owed.give_up_for([FileTier(tmp_path)], epoch=1, version=STEP.step, ranks=[0], coordinator=0)
+        outcome = waiting.result(LIMIT_S)
+    assert not outcome.ok and "the job goes on without it" in outcome.notes[0]
+    assert outcome.seconds < LIMIT_S / 2, "they waited for the deadline"
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_only_the_coordinator_answers_for_what_is_not_committed(tmp_path: Path, rank: int) -> None:
     tier = FileTier(tmp_path)
@@ -115,6 +129,7 @@ def test_only_the_coordinator_answers_for_what_is_not_committed(tmp_path: Path, 
         (StepId(1, 90, 2), True),  # from before all went back
         (StepId(1, 16, 3), False),  # it has begun this one itself
         (StepId(1, 21, 3), False),  # it may be about to
+        (StepId(1, 12, 4), False),  # all have gone back once more, and it has begun anew
         (StepId(0, 12, 3), False),  # of another start of the job
     ],
 )

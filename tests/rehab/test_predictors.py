@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rerail.errors import StateError
@@ -63,6 +63,7 @@ def test_what_is_kept_is_not_changed_by_a_guess() -> None:
 # --- denoising ---
 
 
+@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(0, 100))
 def test_the_bands_add_up_to_the_whole(count: int, seed: int) -> None:
     window, _ = moving(tuple(float(t) for t in range(count)), float(count), noise=1.0, seed=seed)
@@ -113,6 +114,16 @@ def test_straight_on_is_chosen_where_all_is_drift_and_nothing_where_all_is_noise
     chosen = choose([noise])
     assert chosen.predictor.name == "stale"
     assert "stale 1.00" in chosen.why
+
+
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_pure_noise_is_told_apart_as_a_rule_and_four_versions_tell_nothing(count: int) -> None:
+    taken = 0
+    for seed in range(40):
+        rows = torch.randn(count, SIZE, generator=torch.Generator().manual_seed(seed))
+        found = choose([Window(rows, Times(tuple(map(float, range(count))), float(count)))])
+        taken += found.predictor.name == "linear"
+    assert taken <= (0 if count == 4 else 6), f"{taken} of 40"
 
 
 def test_with_too_little_to_tell_what_is_kept_is_used() -> None:

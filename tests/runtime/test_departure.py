@@ -11,6 +11,7 @@ from test_controller import play, training
 
 from rerail.runtime.departure import LIMIT_S
 from rerail.runtime.orders import FormAll, InterruptAll, LeaveJob, Shutdown
+from rerail.runtime.wire import Unsound
 
 WISH = LeaveJob(reason="stopped by SIGTERM", exit_code=143)
 
@@ -26,6 +27,25 @@ def test_all_ranks_keep_what_they_hold_at_one_version_and_are_ended_then(tmp_pat
             ended = await agent.wait_for(Shutdown)
             assert (ended.exit_code, ended.reason) == (143, "stopped by SIGTERM")
             assert not await job.reports(0), "to be asked to end is no fault"
+
+    play(scenario, tmp_path)
+
+
+def test_what_was_not_to_be_trusted_long_ago_is_over(tmp_path: Path) -> None:
+    """All went back once: snapshots and checkpoints of later steps are as good as any when the job is asked to end."""
+
+    async def scenario(folder: Path) -> None:
+        async with training(folder, slots=2) as (job, agent):
+            await job.trained()
+            word = Unsound(generation=0, version=1, what="loss", trusted=0, text="loss is nan in step 2")
+            await agent.say(1, word)
+            await job.reports(1)
+            assert (await agent.wait_for(InterruptAll)).interrupt.trusted == 0
+            await agent.send(WISH)
+            assert (await agent.wait_for(InterruptAll, count=2)).interrupt.trusted == -1
+            plan = (await agent.wait_for(FormAll, count=3)).plan
+            assert plan.leaving and plan.back.trusted == -1
+            await agent.wait_for(Shutdown)
 
     play(scenario, tmp_path)
 

@@ -166,13 +166,15 @@ class Arena:
     def begin(self, version: int, pinned: frozenset[int] = frozenset(), *, renew: bool = False) -> int | None:
         """Break the seal of the slot to fill next and lock it: an old one that nobody reads. None if there is none.
 
-        Later versions are of a past in which the training was further: it has gone back, and will make them anew.
-        `renew`: where all older ones are pinned or being read, and so stay, the newest one makes room for its successor.
+        A version never has two slots: one that is pinned or being read is not begun again. Later versions are of a past in
+        which the training was further: it has gone back, and will make them anew. `renew`: where all older ones are pinned or being read, and so stay, the newest one makes room for its successor.
         """
-        self.drop_later(version)
+        self.drop_later(version, pinned)
         sealed = {seal.slot: seal.version for seal in self.seals()}
         newest = max((kept for kept in sealed.values() if kept <= version), default=_NO_VERSION)
-        same = [slot for slot, kept in sealed.items() if kept == version and kept not in pinned]
+        same = [slot for slot, kept in sealed.items() if kept == version]
+        if same and version in pinned:
+            return None
         free = [slot for slot in range(self._slots) if slot not in sealed]
         old = sorted((kept, slot) for slot, kept in sealed.items() if kept != newest and kept not in pinned)
         last = [slot for slot, kept in sealed.items() if kept == newest and kept not in pinned and len(sealed) > 1]
@@ -188,10 +190,10 @@ class Arena:
             if seal.version > version:
                 self.drop(seal.version)
 
-    def drop_later(self, version: int) -> None:
-        """Break the seals of all later versions, but for those that somebody reads."""
+    def drop_later(self, version: int, pinned: frozenset[int] = frozenset()) -> None:
+        """Break the seals of all later versions, but for those that somebody reads or is about to."""
         for seal in self.seals():
-            if seal.version > version and self._try_lock(seal.slot):
+            if seal.version > version and seal.version not in pinned and self._try_lock(seal.slot):
                 self.drop(seal.version)
                 self._unlock_slot(seal.slot)
 

@@ -340,7 +340,8 @@ class Execution:
         self.marks.parked = self.switch.offered(self.marks.parked)
         newcomers = frozenset(rank.rank for rank in members if rank.newcomer) | set(self.switch.waiting)
         vacant = frozenset(rank.rank for rank in fleet.vacant())
-        choice = resumed(self.marks.parked, choose_sources(self.marks.parked, newcomers, vacant), fleet, self._settings)
+        exact = choose_sources(self.marks.parked, newcomers, vacant)
+        choice = exact if self.leaving else resumed(self.marks.parked, exact, fleet, self._settings)
         self.marks.stateless = isinstance(choice, Infeasible)
         port = self.marks.parked[self._store_rank].store_port if self._store_rank in self.marks.parked else 0
         if len(members) + len(vacant) < len(fleet.ranks):

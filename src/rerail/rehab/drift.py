@@ -65,13 +65,14 @@ class Score(NamedTuple):
 
 def score(guess: torch.Tensor, window: torch.Tensor, times: Times) -> Score:
     """`guess` is of the last row but one, made without the last `AHEAD` rows: it shares no noise with what came then."""
-    drift = shared_drift(window, times)
+    # not from the movement that the guess is held against: by that alone any guess would look good
+    drift = shared_drift(window[:-1], times.first(window.shape[0] - 1))
     if drift is None:
         return Score()
-    span = times.spans[-3]
+    span, then = times.spans[-3], rates(window, times)[-1]
     moved, true = guess - window[-3], window[-2] - window[-3]
     return Score(
-        supplied=float(moved.double() @ drift.direction.double()) * span,
+        supplied=float(moved.double() @ then.double()) * span,
         squared=drift.squared * span * span,
         length=float(moved.double() @ moved.double()),
         true_length=float(true.double() @ true.double()),

@@ -8,6 +8,8 @@ once: the newest snapshot is older then. Called by `runtime.controller`.
 
 from __future__ import annotations
 
+import msgspec
+
 from rerail.flow import Decision, Rung, new_id
 from rerail.recover.execute import Execution
 from rerail.recover.stages import Stage
@@ -46,6 +48,7 @@ class Departure:
         ):
             self.deadline = now + LIMIT_S
             self._execution.leaving = True
+            fleet.back = msgspec.structs.replace(fleet.back, trusted=-1)  # of a fault that is over
             again = Decision(id=new_id("decision"), job="", at=wall, cause_id="", rung=Rung.RETRY_STEP)
             self._execution.repair(again, now, wall)
 

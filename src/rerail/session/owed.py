@@ -49,8 +49,8 @@ class Newcomer(NamedTuple):
     def owes(self, step: StepId) -> bool:
         """Whether a save of this job may be one of its predecessor's."""
         epoch, version, generation = self.now
-        older = step.generation < generation or (step.step <= version and step.step != self.begun)
-        return step.epoch == epoch and older
+        before = step.step <= version and step.step != self.begun
+        return step.epoch == epoch and (step.generation < generation or (step.generation == generation and before))
 
 
 def settle(tiers: Sequence[Tier], who: Newcomer, arena: Arena | None, save: Callable[[Order], None]) -> None:
@@ -77,12 +77,21 @@ def settle(tiers: Sequence[Tier], who: Newcomer, arena: Arena | None, save: Call
 
 
 def give_up_for(tiers: Sequence[Tier], epoch: int, version: int, ranks: Sequence[int], coordinator: int) -> None:
-    """For ranks that are gone and have no successor: saves up to this version that lack their part."""
+    """For ranks that are gone and have no successor: saves up to this version that lack their part, or their word."""
+
+    def open_to(rank: int | None) -> set[StepId]:
+        return {step for step in _unfinished(tiers, rank) if step.epoch == epoch and step.step <= version}
+
+    why = "it was lost, and the job goes on without it"
     with contextlib.suppress(OSError, CheckpointError):
         for rank in ranks:
-            for step in _unfinished(tiers, rank):
-                if step.epoch == epoch and step.step <= version:
-                    decline(tiers, step, rank, "it was lost, and the job goes on without it", coordinator)
+            for step in sorted(open_to(rank)):
+                decline(tiers, step, rank, why, coordinator)
+        uncommitted = open_to(None) if coordinator in ranks else set[StepId]()
+        if uncommitted:  # its persister may be alive elsewhere
+            time.sleep(GONE_S)
+            for step in sorted(uncommitted & open_to(None)):
+                decline(tiers, step, coordinator, why, coordinator)
 
 
 def give_up_older(tiers: Sequence[Tier], epoch: int) -> None:

@@ -128,13 +128,17 @@ class Snapshotter:
                 self._save_from_tensors(pieces, encode(full))
                 return
             order = job._checkpoints.order(version) if job._checkpoints.on else None
-            taken = self._stager.stage(
+            ordered, kept = job._checkpoints.pinned, self.small_versions()
+            # one that is saved would hold its slot, too; and one that is left out once is still there on all ranks alike
+            late = not save and bool(kept) and version - kept[-1] >= 2 * self.every
+            # after going back, a save of this very version may still be under way: it is not made twice at a time
+            taken = not (save and version in ordered) and self._stager.stage(
                 version,
                 pieces,
                 encode(full),
                 order=msgspec.json.encode(order) if order is not None else b"",
-                pinned=job._checkpoints.pinned | job._soundness.healing.pinned(version),
-                renew=not save,  # one that is saved would hold its slot, too
+                pinned=ordered | job._soundness.healing.pinned(version),
+                renew=late or last or now,
                 sealed=lambda _: job._checkpoints.sealed(order) if save and order is not None else None,
             )
         except StateError as error:
@@ -201,7 +205,7 @@ class Snapshotter:
     def drop_later(self, version: int) -> None:
         """The training goes on from this one, and makes later ones anew; those that are being saved stay until then."""
         if self.arena is not None:
-            self.arena.drop_later(version)
+            self.arena.drop_later(version, self._job._checkpoints.pinned)
 
     def drop_unsound(self) -> None:
         """Nor what holds numbers that are none."""
