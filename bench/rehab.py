@@ -93,8 +93,7 @@ class Reference:
     def slope(self, step: int) -> float:
         """By how much the validation loss falls in a step, around this one."""
         near = [(s, loss) for s, loss in self.valid.items() if abs(s - step) <= 60]
-        mean_s, mean_l = (statistics.fmean(column) for column in zip(*near, strict=True))
-        return -sum((s - mean_s) * (x - mean_l) for s, x in near) / sum((s - mean_s) ** 2 for s, _ in near)
+        return -statistics.linear_regression(*zip(*near, strict=True)).slope
 
     def windows(self, fault: int, lost: Sequence[Span], clock: Sequence[float]) -> list[Window]:
         newest = self.checkpoint(fault)

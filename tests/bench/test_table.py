@@ -3,14 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
 
 
 def test_table_shows_best_median_and_verdict(tmp_path: Path) -> None:

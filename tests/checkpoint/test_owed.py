@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,16 +49,21 @@ def others_wait(job: Job, place: Path, pool: ThreadPoolExecutor) -> Future[Outco
     return waiting
 
 
+def of_the_others(job: Job, place: Path, seen_to: Callable[[FileTier], None]) -> Outcome:
+    """What becomes of the save on rank 1, which waits while somebody sees to what rank 0 has left."""
+    job.stage(STEP.step)
+    die_before_committing(job, place)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = others_wait(job, place, pool)
+        seen_to(FileTier(place))
+        return waiting.result(LIMIT_S)
+
+
 def test_a_save_that_nobody_is_left_to_commit_is_given_up_by_the_successor(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owed, "GONE_S", 0.1)
-    job.stage(STEP.step)
-    die_before_committing(job, tmp_path)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = others_wait(job, tmp_path, pool)
-        owed.settle([FileTier(tmp_path)], SUCCESSOR, None, pytest.fail)
-        outcome = waiting.result(LIMIT_S)
+    outcome = of_the_others(job, tmp_path, lambda tier: owed.settle([tier], SUCCESSOR, None, pytest.fail))
     assert not outcome.ok and "lost before it could commit" in outcome.notes[0]
     assert outcome.seconds < LIMIT_S / 2, "they waited for the deadline"
 
@@ -82,17 +87,12 @@ def test_what_still_lies_in_memory_is_committed_after_all(tmp_path: Path, job: J
 def test_a_predecessor_s_persister_that_lives_on_elsewhere_may_still_commit(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.stage(STEP.step)
-    die_before_committing(job, tmp_path)
 
     def commits(seconds: float) -> None:
         assert job.carry_out(job.order(STEP.step, [tmp_path], 0)).ok
 
     monkeypatch.setattr(owed, "time", SimpleNamespace(sleep=commits))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = others_wait(job, tmp_path, pool)
-        owed.settle([FileTier(tmp_path)], SUCCESSOR, None, pytest.fail)
-        assert waiting.result(LIMIT_S).ok
+    assert of_the_others(job, tmp_path, lambda tier: owed.settle([tier], SUCCESSOR, None, pytest.fail)).ok
     assert names.ABORT not in FileTier(tmp_path).names(STEP.folder)
 
 
@@ -100,12 +100,7 @@ def test_a_coordinator_whose_seat_stays_empty_is_not_waited_for(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owed, "GONE_S", 0.1)
-    job.stage(STEP.step)
-    die_before_committing(job, tmp_path)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = others_wait(job, tmp_path, pool)
-        owed.give_up_for([FileTier(tmp_path)], epoch=1, version=STEP.step, ranks=[0], coordinator=0)
-        outcome = waiting.result(LIMIT_S)
+    outcome = of_the_others(job, tmp_path, lambda tier: owed.give_up_for([tier], 1, STEP.step, [0], coordinator=0))
     assert not outcome.ok and "the job goes on without it" in outcome.notes[0]
     assert outcome.seconds < LIMIT_S / 2, "they waited for the deadline"
 

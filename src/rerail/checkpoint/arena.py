@@ -167,7 +167,8 @@ class Arena:
         """Break the seal of the slot to fill next and lock it: an old one that nobody reads. None if there is none.
 
         A version never has two slots: one that is pinned or being read is not begun again. Later versions are of a past in
-        which the training was further: it has gone back, and will make them anew. `renew`: where all older ones are pinned or being read, and so stay, the newest one makes room for its successor.
+        which the training was further: it has gone back, and will make them anew. `renew`: where all older ones are pinned
+        or being read, and so stay, the newest one makes room for its successor.
         """
         self.drop_later(version, pinned)
         sealed = {seal.slot: seal.version for seal in self.seals()}

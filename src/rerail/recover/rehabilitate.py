@@ -20,11 +20,9 @@ import msgspec
 from rerail.config import FAST, Settings
 from rerail.recover.plan import Choice, Infeasible
 from rerail.runtime.fleet import Fleet
-from rerail.runtime.plans import WINDOW, Healing, Source
+from rerail.runtime.plans import MARGIN, WINDOW, Healing, Source
 from rerail.runtime.wire import Parked
 
-MARGIN = 0.95
-"""A straight line has to be expected to cost less than this, against parameters as they were kept."""
 LEAST = 2
 """Steps that going back has to cost: one or two are sooner computed again."""
 

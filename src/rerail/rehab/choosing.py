@@ -1,7 +1,7 @@
 """Which predictor to trust: lets each guess a checkpoint from those before it, and takes the one that would cost least.
 
 The newest kept version is always one of them: if nothing beats it, it is used, and the choice says so. Called when a checkpoint was
-kept, one tensor at a time; used by `session.restore`.
+kept, one tensor at a time; used by `session.drifting`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from rerail.rehab.drift import AHEAD, Score, score
 from rerail.rehab.predictors import Linear, Predictor, Stale, Window
-
-MARGIN = 0.95
-"""A guess has to cost less than this, against the newest kept version, to be preferred to it."""
+from rerail.runtime.plans import MARGIN
 
 
 class Choice(NamedTuple):

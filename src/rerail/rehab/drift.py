@@ -33,7 +33,7 @@ class Drift(NamedTuple):
 
 
 def shared_drift(window: torch.Tensor, times: Times) -> Drift | None:
-    """None: too few intervals, or nothing in common between them."""
+    """None: too few intervals."""
     moved = rates(window, times)
     products = [
         float(moved[a].double() @ moved[b].double()) for a in range(len(moved)) for b in range(a + 2, len(moved))

@@ -1,12 +1,13 @@
 """How fast a loss falls: turns (time, loss) into the two numbers of exp(-slope t + offset), and how sure they are. Pure.
 
 The founding system's Fitter: `alpha` of the training's loss by seconds, `tau` of the predictor's by checkpoints. Fitted anew at the end of
-every phase, over that phase alone: a loss does not fall at one rate for a whole run. Used by the planner (`rehab.intervals`).
+every phase, over that phase alone: a loss does not fall at one rate for a whole run. For the planner (`rehab.intervals`).
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,12 +40,11 @@ def fit(times: Sequence[float], losses: Sequence[float]) -> Curve | None:
     known = [(t, math.log(loss)) for t, loss in zip(times, losses, strict=True) if math.isfinite(loss) and loss > 0]
     if len(known) < LEAST:
         return None
-    mean_t, mean_y = (sum(column) / len(known) for column in zip(*known, strict=True))
-    spread = sum((t - mean_t) ** 2 for t, _ in known)
+    times, heights = zip(*known, strict=True)
+    spread = len(times) * statistics.pvariance(times)
     if spread <= 0:
         return None
-    slope = sum((t - mean_t) * (y - mean_y) for t, y in known) / spread
-    offset = mean_y - slope * mean_t
+    slope, offset = statistics.linear_regression(times, heights)
     rest = sum((y - offset - slope * t) ** 2 for t, y in known)
     error = math.sqrt(rest / (len(known) - 2) / spread)
     return Curve(-slope, offset, error, len(known))

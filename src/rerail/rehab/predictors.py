@@ -70,14 +70,13 @@ class Linear(NamedTuple):
 
     name: str = "linear"
     reach: int = 1
-    gain: float = 1.0
 
     @property
     def needs(self) -> int:
         return self.reach + 1
 
     def predict(self, window: torch.Tensor, times: Times) -> torch.Tensor:
-        return torch.lerp(window[-1 - self.reach], window[-1], 1.0 + self.gain * self._ratio(times))
+        return torch.lerp(window[-1 - self.reach], window[-1], 1.0 + self._ratio(times))
 
     def _ratio(self, times: Times) -> float:
         """Of the span to be covered to the one that was seen. Zero where the state stood still: it is not divided by."""

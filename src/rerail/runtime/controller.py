@@ -111,7 +111,7 @@ class Controller:
         """Messages and passed deadlines become fleet updates; what went wrong comes back."""
         found = [sighting for inbound in batch for sighting in self._take(inbound, now, wall)]
         found += self.intake.lost_agents(now, wall)
-        if self.incident is None and self.execution.stage is Stage.IDLE and self.takeover is None:
+        if self._calm:
             found += self.intake.seats_back(wall)
         found += [self.intake.late(*late, wall) for late in self.execution.overdue(now)]
         if self.takeover is not None and self.takeover.settled(now):
@@ -182,8 +182,7 @@ class Controller:
         """Nothing is broken, but somebody is where nobody should be."""
         self.isolation.were_reset(self.execution.resets.finished, time.time())
         self.isolation.tick(time.time())
-        calm = self.incident is None and self.takeover is None and self.execution.stage is Stage.IDLE
-        found = self.isolation.evacuation(self.spec.job, time.time()) if calm else None
+        found = self.isolation.evacuation(self.spec.job, time.time()) if self._calm else None
         if found is not None:
             self._notes.note(self._incident(None).number, found)
         return found
@@ -255,8 +254,7 @@ class Controller:
         if isinstance(message, orders.ChoreDone):
             self.isolation.checked(message)
         elif isinstance(message, orders.LeaveJob):
-            calm = self.incident is None and self.takeover is None and self.execution.stage is Stage.IDLE
-            self.departure.ask(message, calm, now, wall)
+            self.departure.ask(message, self._calm, now, wall)
         return self.intake.take(agent, message, wall=wall)
 
     def _greet(self, link: Link, hello: orders.AgentHello, now: float, wall: float) -> list[Sighting]:
@@ -287,6 +285,11 @@ class Controller:
         elif event is not None and not self.incident.fresh:
             self.incident.echo_deadline = time.monotonic() + self.settings.echo_window_s
         return self.incident
+
+    @property
+    def _calm(self) -> bool:
+        """Nothing is being repaired, nor about to be."""
+        return self.incident is None and self.takeover is None and self.execution.stage is Stage.IDLE
 
     def _repairing(self) -> bool:
         return self.incident is not None and self.incident.decision is not None

@@ -35,6 +35,8 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     """By version: how many batches are passed over before its own is taken. All there ever were in this job."""
 
 
+MARGIN = 0.95
+"""A guess at lost parameters has to be expected to cost less than this, against those that were kept, to be preferred to them."""
 WINDOW = 8
 """Losses that say where the loss is, and so the fewest steps that it is given to come back."""
 

@@ -70,10 +70,7 @@ def settle(tiers: Sequence[Tier], who: Newcomer, arena: Arena | None, save: Call
                 uncommitted.discard(step)
             elif step in lacking:
                 decline(tiers, step, who.rank, "it was lost before its part was copied", who.coordinator)
-        if uncommitted:  # the predecessor's persister may be alive elsewhere
-            time.sleep(GONE_S)
-            for step in sorted(uncommitted & open_to(None)):
-                decline(tiers, step, who.rank, "it was lost before it could commit", who.coordinator)
+        _give_up(tiers, uncommitted, who.rank, "it was lost before it could commit", lambda: open_to(None))
 
 
 def give_up_for(tiers: Sequence[Tier], epoch: int, version: int, ranks: Sequence[int], coordinator: int) -> None:
@@ -87,11 +84,8 @@ def give_up_for(tiers: Sequence[Tier], epoch: int, version: int, ranks: Sequence
         for rank in ranks:
             for step in sorted(open_to(rank)):
                 decline(tiers, step, rank, why, coordinator)
-        uncommitted = open_to(None) if coordinator in ranks else set[StepId]()
-        if uncommitted:  # its persister may be alive elsewhere
-            time.sleep(GONE_S)
-            for step in sorted(uncommitted & open_to(None)):
-                decline(tiers, step, coordinator, why, coordinator)
+        if coordinator in ranks:
+            _give_up(tiers, open_to(None), coordinator, why, lambda: open_to(None))
 
 
 def give_up_older(tiers: Sequence[Tier], epoch: int) -> None:
@@ -113,6 +107,16 @@ def distrust_later(tiers: Sequence[Tier], saves: tuple[int, int, int], trusted: 
                     catalog.distrust(tiers, step, f"the training had gone wrong behind step {trusted}")
         if writer is not None and not last:
             writer.wait(WRITING_S)  # what is being written shows only then
+
+
+def _give_up(
+    tiers: Sequence[Tier], steps: set[StepId], coordinator: int, why: str, still_open: Callable[[], set[StepId]]
+) -> None:
+    """Saves whose coordinator is lost behind its own part; not at once, since its persister may be alive elsewhere."""
+    if steps:
+        time.sleep(GONE_S)
+        for step in sorted(steps & still_open()):
+            decline(tiers, step, coordinator, why, coordinator)
 
 
 def _unfinished(tiers: Sequence[Tier], rank: int | None) -> set[StepId]:

@@ -278,7 +278,7 @@ class Rejoiner:
         job._cursor.leave_out(plan.back.skips)
         restore.by_plan(job, plan, self._inherited)
         if plan.leaving:
-            job._snapshots.take_now(job._small if job._has_batch and job._small is not None else job._small_now())
+            job._snapshots.take_now(restore.at_hand(job))
         job._checkpoints.left_by(sorted(set(before) - set(job.seats)), min(before))
         self._intact = self._joined = True
         self._agreed = -1

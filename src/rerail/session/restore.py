@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from rerail.checkpoint.arena import Entry
 from rerail.checkpoint.catalog import Saved
 from rerail.checkpoint.dtypes import code_of, view_of
+from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
 from rerail.rehab.predictors import Linear, Times
@@ -59,12 +61,17 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     elif plan.version != job._version:
         raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {plan.version}")
     if job._cursor.stale:  # this rank stays where it is, but not with the batch it has, or would take next
-        small(job, job._small if job._has_batch and job._small is not None else job._small_now(), fresh=True)
+        small(job, at_hand(job), fresh=True)
     if job._dealer is not None and job._dealer.moved:
         _deal_anew(job)
     job._tracked.clear_gradients()
     if any(one.kind == "snapshot" for one in plan.sources.values()):
         job._checkpoints.went_back(plan.generation)
+
+
+def at_hand(job: Job) -> Small:
+    """This rank's small state of the version it is at: as written down before its batch was fetched, if it was."""
+    return job._small if job._has_batch and job._small is not None else job._small_now()
 
 
 def replay(job: Job) -> None:
@@ -146,7 +153,7 @@ def tensors(job: Job, version: int) -> None:
     objects = pieces.object_names()
     with torch.no_grad():
         for piece in pieces.all():
-            found = kept.get(piece.name) or kept.get(owned_name(job.rank, piece.name))
+            found = _entry_of(piece, kept, job.rank)
             if owner_and_name(piece.name)[1] in objects:
                 continue
             if found is None or (found.dtype, found.shape) != (code_of(piece.tensor.dtype), tuple(piece.tensor.shape)):
@@ -155,6 +162,11 @@ def tensors(job: Job, version: int) -> None:
     # Before anything is sent on: who takes this rank's state takes its schedule, too.
     named = {owner_and_name(name)[1]: view_of(image, entry) for name, entry in kept.items()}
     job._tracked.load_small_objects(decode(meta.small).objects, named)
+
+
+def _entry_of(piece: Piece, kept: dict[str, Entry], rank: int) -> Entry | None:
+    """Where a piece lies in a snapshot: under its name, or under this rank's own."""
+    return kept.get(piece.name) or kept.get(owned_name(rank, piece.name))
 
 
 def straight_on(job: Job, source: Source, version: int) -> None:
@@ -167,7 +179,7 @@ def straight_on(job: Job, source: Source, version: int) -> None:
     trained = {one.data_ptr() for one in job._tracked.parameters().values() if one.is_floating_point() and one.numel()}
     with torch.no_grad():
         for piece in Pieces(job._tracked, job.rank, job.world_size).all():
-            found, now = kept.get(piece.name) or kept.get(owned_name(job.rank, piece.name)), piece.tensor
+            found, now = _entry_of(piece, kept, job.rank), piece.tensor
             if found is None or found.shape != tuple(now.shape) or now.data_ptr() not in trained:
                 continue
             then = view_of(image, found).to(now.device, torch.float32).reshape(-1)
