@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rerail.config import Settings
 from rerail.decide.quarantine import Entry
@@ -11,6 +14,7 @@ from rerail.flow import Event, Place, Severity, Signal
 from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.isolation import Isolation, members_of, place_of, spellings
+from rerail.runtime.orders import CHECK, Chore, ChoreDone
 
 CATALOG = load_catalog()
 
@@ -173,6 +177,26 @@ def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> No
     keeper.refresh()
     diagnosis = keeper.evacuation("j", 3.0)
     assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_spare_node_on_probation_is_used_only_if_it_passes_its_check(ok: bool) -> None:
+    said: list[str] = []
+    asked: list[Chore] = []
+    found = fleet()
+    link: Any = SimpleNamespace(send=asked.append, close=lambda: None)
+    found.agents["n2"] = Agent(node="n2", address="", slots=2, node_rank=1, incarnation="i", heard=0.0, link=link)
+    keeper, handling = isolation(found, said)
+    handling.add(Entry(subject="node:n2", reason="3 times", since=1.0, probation=True), members_of(found))
+    keeper.tick(2.0)
+    (order,) = asked
+    assert order.kind == CHECK and found.is_isolated(Place("n2", 0)) and not found.free()
+    keeper.checked(ChoreDone(id=order.id, ok=ok, text="gpu0: ok\ngpu1: memory is broken"))
+    keeper.refresh()
+    assert bool(found.is_isolated(Place("n2", 0))) is not ok and bool(found.free()) is ok
+    assert ("may be used again" if ok else "stays out of use: gpu1: memory is broken") in said[-1]
+    keeper.tick(3.0)
+    assert asked == [order], "not asked again and again"
 
 
 def test_a_passing_fault_of_the_only_node_keeps_nobody_from_going_on() -> None:
