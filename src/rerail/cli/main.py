@@ -30,6 +30,8 @@ COMMANDS = {
     "faults": "list, show and match the faults that are known",
     "policy": "check, explain and replay what is done about faults",
     "quarantine": "list, add and release what is out of use",
+    "plan": "how often to save, how many spares to hold, and what faults will cost",
+    "simulate": "run a cluster that is not there: goodput under faults, policy against policy",
     "ckpt": "list, show, verify, compare, export, import and prune checkpoints",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit code`."""
