@@ -1,0 +1,65 @@
+"""How many nodes to hold ready: turns the rate at which nodes break and the time of their repair into the number that loses least. Pure.
+
+Nodes that are being repaired at a time are Poisson with mean rate * repair, whatever the distribution of repairs (M/G/infinity).
+With s spares the job has all its nodes as long as no more than s are away; beyond that a job that can shrink runs smaller, any
+other waits. Used by `rerail plan` and the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from rerail.errors import ConfigError
+
+MOST = 4096
+
+
+class Spares(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer. Shares are of what all nodes, spares included, could do."""
+
+    count: int
+    away: float
+    """Nodes that are being repaired, on average."""
+    idle: float
+    """What the spares themselves could have done."""
+    short: float
+    """What is lost because too many are away."""
+    why: str
+
+
+def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool) -> Spares:
+    """`rate` is that of all nodes together, per second, of faults that take a node away."""
+    if nodes < 1:
+        raise ConfigError(f"nodes is {nodes}; a job has at least 1")
+    for name, value in (("rate", rate), ("repair_s", repair_s)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} of nodes is {value}; it has to be 0 or more")
+    mean = rate * repair_s
+    options = {count: _lost(nodes, count, mean, elastic) for count in range(min(MOST, _enough(mean)) + 1)}
+    count = min(options, key=lambda one: (sum(options[one]), one))
+    idle, short = options[count]
+    without = sum(options[0])
+    words = "waits" if not elastic else "runs smaller"
+    why = (
+        f"{mean:.2g} nodes are away on average; without spares the job {words} and loses {without:.2%}"
+        if count
+        else f"{mean:.2g} nodes are away on average: a spare would cost more than it saves"
+    )
+    return Spares(count=count, away=mean, idle=idle, short=short, why=why)
+
+
+def _enough(mean: float) -> int:
+    return math.ceil(mean + 6 * math.sqrt(mean) + 6)
+
+
+def _lost(nodes: int, spares: int, mean: float, elastic: bool) -> tuple[float, float]:
+    idle = spares / (nodes + spares)
+    chance, more, missing = math.exp(-mean), 0.0, 0.0
+    for away in range(_enough(mean) * 2 + spares):
+        if away > spares:
+            more += chance
+            missing += chance * min(away - spares, nodes) / nodes
+        chance *= mean / (away + 1)
+    return idle, (1 - idle) * (missing if elastic else more)
