@@ -124,7 +124,8 @@ def _obstacle(strategy: Strategy, diagnosis: Diagnosis, now: Situation) -> str:
         return strategy.obstacle(diagnosis, now) or UNSUITED
     if now.rungs and rung not in now.rungs and rung is not Rung.STOP:
         return "the policy does not allow it for this fault"
-    if now.places and set(now.places) <= set(strategy.replaces(diagnosis, now)):
+    gone = strategy.replaces(diagnosis, now)
+    if now.places and len(gone) >= len(now.places) and set(now.places) <= set(gone):
         return "no rank would be left that keeps the state"
     return strategy.obstacle(diagnosis, now)
 

@@ -62,8 +62,10 @@ def takes_the_last(entries: Entries, members: Collection[str], subject: str) -> 
         return ""
     without = {**entries, subject: Entry(subject=subject, reason="", since=0.0)}
     for kind in ("device", "node"):
-        whole = [one for one in members if kind_of(one) == kind]
-        if whole and not usable(without, whole) and usable(entries, whole):
+        # of a large job the first that is usable ends the search
+        if any(kind_of(one) == kind and covering(without, one) is None for one in members):
+            continue
+        if usable(entries, [one for one in members if kind_of(one) == kind]):
             return kind
     return ""
 

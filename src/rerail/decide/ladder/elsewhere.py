@@ -17,12 +17,13 @@ def _movers(diagnosis: Diagnosis, now: Situation) -> list[int]:
 def _taken(movers: list[int], now: Situation, *, same_node: bool) -> Moves:
     """A free place for each, as far as there are any: on its own node, or on another one."""
     found: Moves = {}
+    left = dict.fromkeys(now.free)  # in their order; hundreds of ranks may have to move at once
     for rank in movers:
         here = now.places.get(rank, Place("", -1)).node
-        fits = (p for p in now.free if p not in found.values() and (p.node == here) is same_node)
-        place = next(fits, None)
+        place = next((p for p in left if (p.node == here) is same_node), None)
         if place is not None:
             found[rank] = place
+            del left[place]
     return found
 
 
@@ -47,7 +48,8 @@ def _obstacle(diagnosis: Diagnosis, now: Situation, *, same_node: bool) -> str:
     movers = _movers(diagnosis, now)
     if not movers:
         return "no rank is broken"
-    unplaced = [rank for rank in movers if rank not in _taken(movers, now, same_node=same_node)]
+    taken = _taken(movers, now, same_node=same_node)
+    unplaced = [rank for rank in movers if rank not in taken]
     if not unplaced:
         return ""
     where = "the same node" if same_node else "another node"
