@@ -78,6 +78,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     groups_s: float = 30.0
     rehearsals: int = 2
     repair_factor: float = 1.0
+    retry_s: float = 0.59
+    explicit_s: float = 5.0
+    exit_s: float = 10.0
     watchdog_s: float = 600.0
     silent_s: float = 3600.0
     shadow_share: float = 0.1
