@@ -177,9 +177,10 @@ class Desk:
 
     def _blamed(self, event: Event) -> None:
         """How often ranks break of their hardware is counted, as `runtime.isolation` does."""
-        seen = self._handling.seen(event)
-        if not seen.hardware:
+        fault = self._classifier.catalog.get(event.code)
+        if fault is None or not fault.hardware:
             return
+        seen = self._handling.seen(event)
         place = self._cluster.places.get(event.rank)
         subject = f"node:{event.node}" if place is None or seen.scope == "node" else f"device:{place}"
         self._take(self._handling.heard(event, subject))

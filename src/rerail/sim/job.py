@@ -32,6 +32,8 @@ PRIOR = 10
 """Faults that this counts for before any were seen."""
 MOVED = 1.25
 """How much rates must have changed before saves are planned anew."""
+OFTEN = 8
+"""After so many interruptions, every so many of them are enough to look at the rates again."""
 STAGES = {"detect": DETECT, "t0": LOST, "t1": T1, "t2": T2, "t3": T3, "t4": T4}
 
 Flow = Generator[simpy.Event, Any, None]
@@ -262,7 +264,7 @@ class Job:
     def _plan_anew(self) -> None:
         """Saves follow what the job has seen of faults, when that is something else than before."""
         times = self._interrupted
-        if set(self.plan.when) >= {tier.name for tier in self.training.tiers}:
+        if set(self.plan.when) >= {tier.name for tier in self.training.tiers} or (len(times) > OFTEN and len(times) % OFTEN):
             return
         gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
         total = estimate(gaps, self.watch.now - times[-1], self._planned_for.process + self._planned_for.node).per_s

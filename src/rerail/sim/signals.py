@@ -18,6 +18,8 @@ from rerail.sim.faults import Fault
 EPOCH = 1_700_000_000.0
 """Wall clock of the beginning of every simulated job."""
 JOB = "simulated"
+BEFORE_S = 0.05
+"""The kernel says it before the process is gone."""
 ECHO_S = 0.05
 """Between a fault and the first complaint of somebody else."""
 
@@ -43,7 +45,7 @@ def machine(fault: Fault, scene: Scene, node: str) -> Iterator[Signal]:
         return
     subject = f"gpu{fault.device}" if fault.scope == "device" else ""
     told = {"code": fault.code, "subject": subject, "detector": KernelLog.name, "evidence": f"simulated: {fault.code}"}
-    yield _signal(MACHINE, node, -1, scene, told)
+    yield _signal(MACHINE, node, -1, msgspec.structs.replace(scene, at=scene.at - BEFORE_S), told)
 
 
 def seen(fault: Fault, scene: Scene) -> list[Signal]:

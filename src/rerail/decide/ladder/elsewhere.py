@@ -18,8 +18,11 @@ def _taken(movers: list[int], now: Situation, *, same_node: bool) -> Moves:
     """A free place for each, as far as there are any: on its own node, or on another one."""
     found: Moves = {}
     left = dict.fromkeys(now.free)  # in their order; hundreds of ranks may have to move at once
+    nodes = {place.node for place in left}
     for rank in movers:
         here = now.places.get(rank, Place("", -1)).node
+        if same_node and here not in nodes:
+            continue
         place = next((p for p in left if (p.node == here) is same_node), None)
         if place is not None:
             found[rank] = place
