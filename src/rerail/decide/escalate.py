@@ -9,7 +9,6 @@ A sighting becomes a *standing* fault; when it has stood long enough it *occurs*
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from typing import TypeVar
@@ -19,7 +18,7 @@ import msgspec
 from rerail.decide.axes import Axes
 from rerail.decide.escalation import STORM_SUBJECTS, WITHIN_MAX_S, Book, Escalation, Seen
 from rerail.decide.quarantine import EVIDENCE, Entry, added, covering, released, takes_the_last
-from rerail.decide.subjects import kind_of, node_of
+from rerail.decide.subjects import kind_of, node_of, several
 from rerail.wording import counted
 
 KEPT = 1000
@@ -265,9 +264,8 @@ class _Turn:
         self._end_quarantines(at)
 
     def _occur(self, seen: Seen, at: float) -> None:
-        alike = (one for one in self._members if kind_of(one) == kind_of(seen.subject))
-        few = len(list(itertools.islice(alike, STORM_SUBJECTS))) < STORM_SUBJECTS  # of a large job not all are looked at
-        alone = bool(self._members) and few and kind_of(seen.subject) != "link"
+        kind = kind_of(seen.subject)
+        alone = bool(self._members) and kind != "link" and not several(self._members, kind, STORM_SUBJECTS)
         due = at if alone else at + self._book.storm_s
         self._occurrences.append(Occurrence(seen=msgspec.structs.replace(seen, once=False), at=at, due=due))
         own = next((rule for rule in self._book.rules_for(seen) if not rule.together), None)

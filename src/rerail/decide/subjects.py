@@ -10,6 +10,8 @@ Called by `decide.escalate`, `decide.quarantine`, `runtime.handling` and the com
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import islice
 
 from rerail.errors import UsageError
 
@@ -58,3 +60,8 @@ def node_of(subject: str) -> str:
 def kind_of(subject: str) -> str:
     """`node`, `device` or `link`."""
     return subject.partition(":")[0]
+
+
+def several(members: Iterable[str], kind: str, count: int) -> bool:
+    """Whether there are at least so many of a kind; of a large job not all are looked at."""
+    return len(list(islice((one for one in members if kind_of(one) == kind), count))) >= count

@@ -203,7 +203,11 @@ class Desk:
 
     def _refresh(self) -> None:
         """Where no rank is to be put; what passes keeps nobody from going on where there is nothing better."""
-        found = {place: entry.reason for entry in self._handling.ledger.quarantine.values() if (place := place_of(entry.subject))}
+        found = {
+            place: entry.reason
+            for entry in self._handling.ledger.quarantine.values()
+            if (place := place_of(entry.subject))
+        }
         passing = {place: why for subject, why in self._passing.items() if (place := place_of(subject))}
         self._cluster.isolated = {**passing, **found}
         if passing and self._cluster.homeless():
@@ -213,5 +217,3 @@ class Desk:
     def quarantined(self) -> int:
         """Things that are out of use now."""
         return len(self._handling.ledger.quarantine)
-
-

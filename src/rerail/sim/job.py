@@ -184,8 +184,7 @@ class Job:
             delay = self.plan.detects(self.scenario, first, self.plan.settings)
             yield from self.watch.spend(DETECT, first.kind, delay, deaf=True)
         diagnosis: Diagnosis | None = None
-        done = False
-        while not done:
+        while True:
             self._join(incident)
             found = self._diagnosed(incident.fresh, incident.lost) if incident.fresh else None
             if found is None and incident.fresh:
@@ -198,8 +197,9 @@ class Job:
             assert diagnosis is not None, "an incident begins with something that was seen"
             decision = self.desk.decide(diagnosis, incident.tried, self.watch.now)
             incident.attempts += 1
-            done = yield from self.repair.carry_out(decision, incident, self.watch, self._scene(()))
             self._generation += 1
+            if (yield from self.repair.carry_out(decision, incident, self.watch, self._scene(()))):
+                break
         cost = Cost(**{n: losses.seconds.get((s, first.kind), 0.0) - before[n] for n, s in STAGES.items()})
         self._close(incident, diagnosis, cost)
 
@@ -264,7 +264,9 @@ class Job:
     def _plan_anew(self) -> None:
         """Saves follow what the job has seen of faults, when that is something else than before."""
         times = self._interrupted
-        if set(self.plan.when) >= {tier.name for tier in self.training.tiers} or (len(times) > OFTEN and len(times) % OFTEN):
+        if set(self.plan.when) >= {tier.name for tier in self.training.tiers} or (
+            len(times) > OFTEN and len(times) % OFTEN
+        ):
             return
         gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
         total = estimate(gaps, self.watch.now - times[-1], self._planned_for.process + self._planned_for.node).per_s
@@ -289,4 +291,3 @@ class Job:
             echoes=self.scenario.echoes,
             trusted=trusted,
         )
-

@@ -6,8 +6,8 @@ Called by `sim.run`; `plan_of` is where rerail's planner is asked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -143,6 +143,15 @@ def rerail_detects(scenario: Scenario, fault: Fault, settings: Settings) -> floa
     return settings.agent_lost_s if fault.scope in ("node", "batch") else settings.beat_s
 
 
+class _Slowest(NamedTuple):
+    """What all of these rules allow."""
+
+    rules: tuple[When, ...]
+
+    def steps(self, costs: Costs) -> int:
+        return max(rule.steps(costs) for rule in self.rules)
+
+
 POLICIES = (
     Plan(
         name="hourly",
@@ -169,11 +178,11 @@ POLICIES = (
     Plan(
         name="pccheck",
         title="PCcheck",
-        source="ASPLOS'25: the same with saves side by side and 3 %, every ten steps at most, job restart",
+        source="ASPLOS'25: every ten steps, two saves side by side, job restart",
         settings=Settings(rungs="restart_all"),
         aware=False,
         tiers=_behind,
-        when={"store": Concurrent(overhead=0.03)},
+        when={"store": _Slowest((EverySteps(10), Concurrent()))},
         times=_job_restart,
         detects=_stock,
     ),
@@ -269,5 +278,3 @@ def usual_rates(scenario: Scenario, node_share: float) -> Rates:
     total = max(hardware + scenario.software_per_day / 86_400, 1e-12)
     node = min(hardware * node_share, total)
     return Rates(process=max(total - node, 1e-12), node=max(node, 1e-12))
-
-

@@ -86,7 +86,7 @@ class Repair:
     def _places(self, decision: Decision, incident: Incident, watch: Stopwatch, times: Cost) -> Waits:
         """Ranks take their places; a place that is broken, though nobody knew, costs a newcomer."""
         self._uproot(decision.moves, incident)
-        self._cluster.move({rank: place for rank, place in decision.moves.items()})
+        self._cluster.move(decision.moves)
         if decision.rung is Rung.SHRINK:
             self._cluster.empty(decision.ranks)
             return True

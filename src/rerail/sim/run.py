@@ -164,5 +164,3 @@ def _without_t0(costs: Mapping[Rung, Cost], rung: Rung) -> Cost:
 def _injected(number: int, at: float, node: int, device: int, code: str) -> Fault:
     shape = shape_of(code)
     return Fault(number=number, at=at, node=node, device=device, code=code, **msgspec.structs.asdict(shape))
-
-

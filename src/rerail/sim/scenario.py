@@ -193,7 +193,9 @@ def scenario(values: Mapping[str, Any], origin: str = "") -> Scenario:
 def _checked(key: str, value: Any, where: str) -> float | int | bool:
     known = book().keys
     if key not in known:
-        raise ConfigError(f"{where}there is no assumption {key!r}{guess(key, known)}\n  rerail simulate --list shows all")
+        raise ConfigError(
+            f"{where}there is no assumption {key!r}{guess(key, known)}\n  rerail simulate --list shows all"
+        )
     kind = next(field.type for field in msgspec.structs.fields(Scenario) if field.name == key)
     if kind is bool:
         return _switch(key, value, where)

@@ -12,6 +12,7 @@ import msgspec
 from rerail.detect.kernel_log import KernelLog
 from rerail.detect.monitor import SOURCE as MACHINE
 from rerail.diagnose.classify import BACK
+from rerail.faults.catalog import Payload
 from rerail.flow import Place, Signal
 from rerail.sim.faults import Fault
 
@@ -44,7 +45,12 @@ def machine(fault: Fault, scene: Scene, node: str) -> Iterator[Signal]:
     if fault.seen != "explicit" or fault.silent_root:
         return
     subject = f"gpu{fault.device}" if fault.scope == "device" else ""
-    told = {"code": fault.code, "subject": subject, "detector": KernelLog.name, "evidence": f"simulated: {fault.code}"}
+    told: Payload = {
+        "code": fault.code,
+        "subject": subject,
+        "detector": KernelLog.name,
+        "evidence": f"simulated: {fault.code}",
+    }
     yield _signal(MACHINE, node, -1, msgspec.structs.replace(scene, at=scene.at - BEFORE_S), told)
 
 
@@ -59,19 +65,22 @@ def _roots(fault: Fault, scene: Scene) -> Iterator[Signal]:
             yield _signal("agent.lost", node, -1, scene, {"message": "no word for 10.0 s"})
         return
     for rank in scene.ranks:
-        node = scene.places[rank].node
-        if fault.seen == "silent":
-            told = {"state": "differs", "message": f"rank {rank} differs", BACK: scene.trusted}
-            yield _signal("training.vote", node, rank, scene, told)
-        elif fault.silent_root:
-            yield _signal("collective.stalled", node, rank, scene, {"message": "begun the fewest collectives"})
-        elif fault.seen == "hang":
-            yield _signal("step.hang", node, rank, scene, {"state": "R", "stalled_s": 60.0})
-        elif fault.seen == "raised":
-            told = {"exception": "RuntimeError", "message": f"simulated fault {fault.number}", "code": fault.code}
-            yield _signal("step.raised", node, rank, scene, told)
-        else:
-            yield _signal("process.exit", node, rank, scene, {"signal": "SIGABRT"})
+        source, told = _words(fault, rank, scene)
+        yield _signal(source, scene.places[rank].node, rank, scene, told)
+
+
+def _words(fault: Fault, rank: int, scene: Scene) -> tuple[str, Payload]:
+    """Which detector sees a broken rank, and what it says."""
+    if fault.seen == "silent":
+        return "training.vote", {"state": "differs", "message": f"rank {rank} differs", BACK: scene.trusted}
+    if fault.silent_root:
+        return "collective.stalled", {"message": "begun the fewest collectives"}
+    if fault.seen == "hang":
+        return "step.hang", {"state": "R", "stalled_s": 60.0}
+    if fault.seen == "raised":
+        told = {"exception": "RuntimeError", "message": f"simulated fault {fault.number}", "code": fault.code}
+        return "step.raised", told
+    return "process.exit", {"signal": "SIGABRT"}
 
 
 def not_parked(rank: int, scene: Scene) -> Signal:
@@ -99,9 +108,7 @@ def _echoes(fault: Fault, scene: Scene) -> Iterator[Signal]:
             yield _signal("collective.failed", scene.places[rank].node, rank, later, {})
 
 
-def _signal(
-    source: str, node: str, rank: int, scene: Scene, payload: dict[str, str | int | float | bool] | dict[str, str]
-) -> Signal:
+def _signal(source: str, node: str, rank: int, scene: Scene, payload: Payload) -> Signal:
     return Signal(
         id=f"signal-{source}-{rank}-{scene.at:.3f}",
         job=JOB,

@@ -55,7 +55,9 @@ class Training:
 
     def plan(self, steps: Mapping[str, float]) -> None:
         """Steps between two saves, by tier; infinite: none. Holds from the next `begin` on."""
-        self._every = {name: max(1.0, float(round(every))) if math.isfinite(every) else every for name, every in steps.items()}
+        self._every = {
+            name: max(1.0, float(round(every))) if math.isfinite(every) else every for name, every in steps.items()
+        }
 
     @property
     def every(self) -> dict[str, float]:
@@ -119,9 +121,10 @@ class Training:
         best: tuple[int, Tier | None] = (0, None)
         for tier in self.tiers:
             kept = self._kept(tier, trusted)
-            if SCOPES.index(tier.survives) >= SCOPES.index(scope) and kept != UNSAVED:
-                if best[1] is None or (kept, -tier.restore_s) > (best[0], -best[1].restore_s):
-                    best = kept, tier
+            if SCOPES.index(tier.survives) < SCOPES.index(scope) or kept == UNSAVED:
+                continue
+            if best[1] is None or (kept, -tier.restore_s) > (best[0], -best[1].restore_s):
+                best = kept, tier
         return best
 
     def _kept(self, tier: Tier, trusted: int) -> int:
@@ -147,4 +150,4 @@ class Training:
 
     def saved_all(self) -> None:
         """A planned end: everything is saved before."""
-        self._saved = {name: self.version for name in self._saved}
+        self._saved = dict.fromkeys(self._saved, self.version)
