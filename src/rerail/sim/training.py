@@ -141,9 +141,10 @@ class Training:
 
     def go_back(self, version: int, cause: str, share: float = 1.0) -> None:
         """All that came after this version is lost, or this share of it where a lost shard is all that went back."""
-        lost = max(0, self.version - version)
-        self.productive -= lost * self.step_s * share
-        self.losses.add(LOST, cause, lost * self.step_s * share)
+        # what a shadow has cost before is not lost a second time
+        lost = min(max(0, self.version - version) * self.step_s * share, self.productive)
+        self.productive -= lost
+        self.losses.add(LOST, cause, lost)
         if share == 1.0:
             self.version = min(self.version, version)
             self._saved = {name: min(saved, self.version) for name, saved in self._saved.items()}
