@@ -46,7 +46,9 @@ class Desk:
         self._machines = Machines(self._classifier, _quiet)
         self._passing: dict[str, str] = {}
         """Subjects that a fault keeps new work away from for as long as it stands."""
-        self.budget, self.setbacks, self.experience = Budget(), Setbacks(), Experience()
+        self.budget, self.setbacks = Budget(), Setbacks()
+        self._experience = Experience()
+        self._history = self._experience.history
 
     # --- what is told ---
 
@@ -134,7 +136,8 @@ class Desk:
 
     def over(self, report: Report, failed: Iterable[Rung]) -> None:
         """An incident is over, and its cost known."""
-        self.experience.note(report, failed)
+        self._experience.note(report, failed)
+        self._history = self._experience.history
 
     def begun_anew(self) -> None:
         """The job was ended and started again: another job, as far as counters go."""
@@ -169,8 +172,8 @@ class Desk:
             no_progress_limit=max(1, plan.settings.no_progress_limit),
             setbacks=self.setbacks,
             roll_back_limit=plan.settings.roll_back_limit,
-            history=self.experience.history,
-            tallies=self.experience.tallies,
+            history=self._history,
+            tallies=self._experience.tallies,
         )
 
     # --- what is out of use ---
