@@ -83,20 +83,27 @@ def _posterior(events: float, seconds: float) -> tuple[float, float, float]:
 
 
 def _cut(gaps: Sequence[float], since_s: float, prior: float) -> int:
-    """Behind how many gaps the rate has changed for good; -1: it has not. 0: it never was what is usual."""
-    told = [(1.0, 1 / prior), *((1.0, gap) for gap in gaps), (0.0, since_s)]
-    total_n, total_s = float(len(gaps) + 1), sum(seconds for _, seconds in told)
-    best, where = CHANGED, -1
-    old_n = old_s = 0.0
-    for index, (count, seconds) in enumerate(told[:-1]):
-        old_n, old_s = old_n + count, old_s + seconds
+    """Behind how many gaps the rate has changed for the last time; -1: it never has. 0: it never was what is usual."""
+    found, told = -1, [1 / prior, *gaps]
+    while (further := _parts(told, since_s)) > 0:
+        found += further
+        told = told[further:]
+    return found if found < 0 or len(gaps) < ENOUGH or _parts([1 / prior, *gaps], since_s, _crowded(gaps)) > 0 else -1
+
+
+def _parts(gaps: Sequence[float], since_s: float, least: float = CHANGED) -> int:
+    """Behind how many gaps old and new part, where they part most clearly; 0: nowhere."""
+    total_n, total_s = float(len(gaps)), sum(gaps) + since_s
+    best, where, old_s = max(least, CHANGED), 0, 0.0
+    for old_n, gap in enumerate(gaps, start=1):
+        old_s += gap
         new_n, new_s = total_n - old_n, total_s - old_s
-        if 0 < new_n < FEWEST:
+        if 0 < new_n < FEWEST or new_s <= 0:
             continue
         ratio = 2 * (_fits(old_n, old_s) + _fits(new_n, new_s) - _fits(total_n, total_s))
-        if ratio > best and new_s > 0:
-            best, where = ratio, index
-    return where if len(gaps) < ENOUGH or best > _crowded(gaps) else -1
+        if ratio > best:
+            best, where = ratio, old_n
+    return where
 
 
 def _fits(events: float, seconds: float) -> float:

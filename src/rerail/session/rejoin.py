@@ -21,6 +21,7 @@ from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, No
 from rerail.session import restore
 from rerail.session.c10d import Store
 from rerail.session.fabric import fabric, hearing
+from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
 from rerail.session.small import Small, from_journal
 from rerail.session.tracked import Tracked
@@ -261,6 +262,7 @@ class Rejoiner:
     def _form(self, plan: Plan) -> None:
         job, started, before = self._job, time.monotonic(), self._job.seats
         fabric.nodes = plan.nodes
+        foresight.take(plan.outlook, plan.version)
         if plan.members and job.rank not in plan.members:
             raise JobStopped(f"the seat of rank {job.rank} is given up: the job goes on without it")
         served = self._served if plan.store_rank == job.rank else None
