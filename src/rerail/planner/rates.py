@@ -28,6 +28,8 @@ FEWEST = 3
 """Faults that a change is seen by."""
 CLEARLY = 6.0
 """The same for Weibull against exponential; the usual measure asks for 2, and nobody should believe it lightly."""
+AT_MOST = 4.0
+"""How far the rate to come may be from the mean one: nobody knows the end of a distribution so well."""
 ENOUGH = 10
 """Times between faults from which their distribution can be told."""
 KEPT = 256
@@ -133,10 +135,10 @@ def _weibull(rate: Rate, gaps: Sequence[float], since_s: float) -> Rate:
         return rate
     ahead = 0.25 / rate.per_s
     coming = (math.pow((since_s + ahead) / scale, shape) - math.pow(since_s / scale, shape)) / ahead
-    times = coming / rate.per_s
+    times = min(max(coming / rate.per_s, 1 / AT_MOST), AT_MOST)
     words = "one fault is soon followed by the next" if shape < 1 else "faults come at even distances"
     return Rate(
-        per_s=coming,
+        per_s=rate.per_s * times,
         low=rate.low * times,
         high=rate.high * times,
         faults=rate.faults,

@@ -31,7 +31,7 @@ KINDS = {
 """By kind: the factors of its units, and what one looks like."""
 
 
-def parse(field: str, text: str | float, kind: str, *, zero: bool = False) -> float:
+def quantity(field: str, text: str | float, kind: str, *, zero: bool = False) -> float:
     """The number that stands there; positive, or 0 where that makes sense."""
     units, wanted = KINDS[kind]
     if isinstance(text, bool) or not isinstance(text, str | int | float):

@@ -263,7 +263,7 @@ class Checkpoints:
             planned = job._version + steps
             self.next_save = planned if not again else min(due, planned) if steps else due
             if self._speaks and steps and (text := foresight.worth_telling(self._when, steps, costs)):
-                self._note("planned", job._version, text)
+                self._note("planned", job._version, text, {**costs._asdict(), "steps": steps})
 
     def _settle(self) -> threading.Thread | None:
         """The first time in a process that took the place of another: see to what that one owed."""
@@ -371,9 +371,9 @@ class Checkpoints:
         _say(text)
         self._note(what, version, text)
 
-    def _note(self, what: str, version: int, text: str) -> None:
+    def _note(self, what: str, version: int, text: str, figures: dict[str, float] | None = None) -> None:
         if self._job._rejoin is not None:
-            self._job._rejoin.note(f"checkpoint.{what}", version, text)
+            self._job._rejoin.note(f"checkpoint.{what}", version, text, figures)
 
     # --- loading ---
 

@@ -178,9 +178,10 @@ class Rejoiner:
             except RuntimeError as error:  # a peer was lost while wires were laid or state was moved
                 fabric.failed(error)
 
-    def note(self, source: str, version: int, text: str) -> None:
+    def note(self, source: str, version: int, text: str, figures: dict[str, float] | None = None) -> None:
         """Have something written to the journal."""
-        self._link.send(Noted(rank=self._job.rank, source=source, version=version, text=text[:2000]))
+        told = Noted(rank=self._job.rank, source=source, version=version, text=text[:2000], figures=figures or {})
+        self._link.send(told)
 
     def finish(self) -> bool:
         """Wait until all ranks are done. False when a fault elsewhere needs this rank once more."""
