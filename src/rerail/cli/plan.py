@@ -117,7 +117,7 @@ def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str]]:
     if times is None:
         raise UsageError(f"the journal in {folder} tells of nothing: the job has not begun to train")
     rate = rate_of([report.at for report in told], times[0], times[1], usual(max(1, world)))
-    found: dict[str, Any] = {"mtbf": rate.between_s}
+    found: dict[str, Any] = {"mtbf": 1 / rate.mean}
     why = {"mtbf": f"journal of {folder.name}: {rate.why}"}
     if world:
         found["gpus"] = found["per_node"] = world

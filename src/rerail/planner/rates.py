@@ -41,6 +41,9 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """An estimate."""
 
     per_s: float
+    """To be expected next."""
+    mean: float
+    """Over a long time; another one only where faults do not come evenly."""
     low: float
     high: float
     """It is between these with a probability of 90 %."""
@@ -73,7 +76,7 @@ def estimate(gaps: Sequence[float], since_s: float, prior: float) -> Rate:
     else:
         found = max(_posterior(events + _SETTLING, seconds + _SETTLING_S), _posterior(events + 1, seconds + 1 / prior))
         why = f"{len(recent)} so far, and what is usual" if recent else "none so far: what is usual"
-    rate = Rate(per_s=found[0], low=found[1], high=found[2], faults=len(recent), why=why)
+    rate = Rate(per_s=found[0], mean=found[0], low=found[1], high=found[2], faults=len(recent), why=why)
     return _weibull(rate, recent, since_s) if len(recent) >= ENOUGH else rate
 
 
@@ -139,6 +142,7 @@ def _weibull(rate: Rate, gaps: Sequence[float], since_s: float) -> Rate:
     words = "one fault is soon followed by the next" if shape < 1 else "faults come at even distances"
     return Rate(
         per_s=rate.per_s * times,
+        mean=rate.mean,
         low=rate.low * times,
         high=rate.high * times,
         faults=rate.faults,
