@@ -16,13 +16,9 @@ import itertools
 import math
 import random
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from rerail.checkpoint.schedule import Costs, Planned, young_s
 from rerail.planner.model import SCOPES, Hazard, Problem, Tier, waste
