@@ -182,7 +182,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     echo_window_s: float = 0.5
     """Seconds to wait for a root cause when only echoes (failed collectives) have been seen."""
     snapshot_every: int = 0
-    """Steps between memory snapshots; 0 lets rerail choose so that they cost at most `snapshot_cost` of the time."""
+    """Steps between memory snapshots; 0 lets rerail plan them by how often faults come, at a cost of at most `snapshot_cost`."""
     snapshot_cost: float = 0.001
     """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
     vote_every: int = 100

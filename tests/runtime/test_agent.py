@@ -119,6 +119,32 @@ def test_a_killed_rank_is_reported_and_its_place_given_to_a_standby(bench: Bench
     assert "rank 1 of 2" in (tmp_path / "logs/attempt_1/1/stdout.log").read_text()
 
 
+def test_where_ranks_are_lost_faster_than_standbys_get_warm_one_more_is_held(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(node: Agent, controller: FakeController) -> None:
+        await start(controller)
+        await standby_ready(controller)
+        assert node.pool.wanted == 1
+        for rank in (0, 1):
+            os.kill(rank_pid(node, rank), signal.SIGKILL)
+        await controller.wait(orders.Observed, count=2)
+        for rank in (0, 1):
+            await controller.send(orders.Promote(assignment=assignment(rank, 2, 1, newcomer=True)))
+        await controller.relayed(wire.Parked, 2, 1)
+        assert node.pool.wanted == 2
+        await controller.send(orders.FormAll(plan=plan(2, 1)))
+        await controller.relayed(wire.Resumed, 2, 1)
+        await controller.wait(orders.Standbys, lambda message: message.ready == 2)
+        monkeypatch.setattr(node.pool, "_more_until", 0.0)  # the hour is over
+        assert node.pool.wanted == 1
+        node._refill()
+        assert node.pool.counts() == (1, 0)
+        await stop(controller)
+
+    assert bench.run(body) == 0
+
+
 def test_a_promotion_ends_what_is_left_of_the_rank(bench: Bench) -> None:
     async def body(node: Agent, controller: FakeController) -> None:
         await start(controller)

@@ -39,6 +39,8 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     """What it takes to go on from it."""
     survives: str
     """The largest scope that it outlives."""
+    of: str = ""
+    """The tier that its saves are made from, so that they cannot come more often; empty: from the training itself."""
     shortest_s: float = 0.0
     """Nothing is gained by saving more often: a step, or what the user has set."""
 
@@ -76,6 +78,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
                 _insist(f"tier {tier.name}: {name}", getattr(tier, name), "a number of seconds, 0 or more")
             if tier.survives not in SCOPES:
                 raise ConfigError(f"tier {tier.name}: survives is {tier.survives!r}; it is one of {', '.join(SCOPES)}")
+            before = [other.name for other in self.tiers[: self.tiers.index(tier)]]
+            if tier.of and tier.of not in before:
+                raise ConfigError(
+                    f"tier {tier.name}: of is {tier.of!r}; tiers before it are {', '.join(before) or 'none'}"
+                )
         for hazard in self.hazards:
             _insist(f"hazard {hazard.name}: rate", hazard.rate, "a number of faults per second, 0 or more")
             _insist(f"hazard {hazard.name}: down_s", hazard.down_s, "a number of seconds, 0 or more")
@@ -108,6 +115,14 @@ def outlives(tier: Tier, hazard: Hazard) -> bool:
     return SCOPES.index(tier.survives) >= SCOPES.index(hazard.scope)
 
 
+def effective(problem: Problem, intervals: Mapping[str, float]) -> dict[str, float]:
+    """The same, where no tier is saved to more often than the one it is made from."""
+    found: dict[str, float] = {}
+    for tier in problem.tiers:
+        found[tier.name] = max(intervals[tier.name], found.get(tier.of, 0.0))
+    return found
+
+
 def source_of(problem: Problem, hazard: Hazard, intervals: Mapping[str, float]) -> Tier | None:
     """The tier that is the cheapest to go on from after such a fault; None: a replica has it, or nothing has."""
     if hazard.rho == 0:
@@ -118,6 +133,7 @@ def source_of(problem: Problem, hazard: Hazard, intervals: Mapping[str, float]) 
 
 def waste(problem: Problem, intervals: Mapping[str, float]) -> Waste:
     """What is lost with these seconds of training between two saves of each tier; infinite: it is never saved to."""
+    intervals = effective(problem, intervals)
     stalls = sum(tier.stall_s / intervals[tier.name] for tier in problem.tiers)
     again: dict[str, float] = {}
     down: dict[str, float] = {}

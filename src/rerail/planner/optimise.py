@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rerail.planner.model import SCOPES, Problem, Tier, Waste, outlives, waste
+from rerail.planner.model import SCOPES, Problem, Tier, Waste, effective, outlives, waste
 
 ROUNDS = 12
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -39,7 +39,7 @@ def young(problem: Problem) -> dict[str, float]:
         rate = _rate_for(problem, tier)
         ideal = math.sqrt(2 * tier.stall_s / rate) if rate > 0 else _longest(problem)
         found[tier.name] = min(max(ideal, tier.floor_s), max(_longest(problem), tier.floor_s))
-    return found
+    return effective(problem, found)
 
 
 def best(problem: Problem) -> Planned:
@@ -51,7 +51,7 @@ def best(problem: Problem) -> Planned:
         without = {**found, tier.name: math.inf}
         if waste(problem, without).total <= waste(problem, found).total * (1 + SAME) and len(problem.tiers) > 1:
             found = _descend(problem, without)
-    lost = waste(problem, found)
+    found, lost = effective(problem, found), waste(problem, found)
     return Planned(intervals=found, waste=lost, why={t.name: _why(problem, t, found, lost) for t in problem.tiers})
 
 
@@ -122,6 +122,8 @@ def _why(problem: Problem, tier: Tier, intervals: dict[str, float], lost: Waste)
     if not uses:
         return "nothing is recovered from it"
     faults = ", ".join(uses)
+    if tier.of and interval <= intervals[tier.of] * 1.01:
+        return f"with every save to {tier.of}; for {faults}"
     if interval <= tier.floor_s * 1.01:
         reason = "a save takes that long" if tier.save_s >= tier.shortest_s else "that is the shortest interval"
         return f"as often as it can be: {reason}; for {faults}"

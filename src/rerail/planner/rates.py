@@ -28,6 +28,8 @@ FEWEST = 3
 """Faults that a change is seen by."""
 CLEARLY = 6.0
 """The same for Weibull against exponential; the usual measure asks for 2, and nobody should believe it lightly."""
+AT_MOST = 4.0
+"""How far the rate to come may be from the mean one: nobody knows the end of a distribution so well."""
 ENOUGH = 10
 """Times between faults from which their distribution can be told."""
 KEPT = 256
@@ -39,6 +41,9 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """An estimate."""
 
     per_s: float
+    """To be expected next."""
+    mean: float
+    """Over a long time; another one only where faults do not come evenly."""
     low: float
     high: float
     """It is between these with a probability of 90 %."""
@@ -71,7 +76,7 @@ def estimate(gaps: Sequence[float], since_s: float, prior: float) -> Rate:
     else:
         found = max(_posterior(events + _SETTLING, seconds + _SETTLING_S), _posterior(events + 1, seconds + 1 / prior))
         why = f"{len(recent)} so far, and what is usual" if recent else "none so far: what is usual"
-    rate = Rate(per_s=found[0], low=found[1], high=found[2], faults=len(recent), why=why)
+    rate = Rate(per_s=found[0], mean=found[0], low=found[1], high=found[2], faults=len(recent), why=why)
     return _weibull(rate, recent, since_s) if len(recent) >= ENOUGH else rate
 
 
@@ -83,20 +88,27 @@ def _posterior(events: float, seconds: float) -> tuple[float, float, float]:
 
 
 def _cut(gaps: Sequence[float], since_s: float, prior: float) -> int:
-    """Behind how many gaps the rate has changed for good; -1: it has not. 0: it never was what is usual."""
-    told = [(1.0, 1 / prior), *((1.0, gap) for gap in gaps), (0.0, since_s)]
-    total_n, total_s = float(len(gaps) + 1), sum(seconds for _, seconds in told)
-    best, where = CHANGED, -1
-    old_n = old_s = 0.0
-    for index, (count, seconds) in enumerate(told[:-1]):
-        old_n, old_s = old_n + count, old_s + seconds
+    """Behind how many gaps the rate has changed for the last time; -1: it never has. 0: it never was what is usual."""
+    found, told = -1, [1 / prior, *gaps]
+    while (further := _parts(told, since_s)) > 0:
+        found += further
+        told = told[further:]
+    return found if found < 0 or len(gaps) < ENOUGH or _parts([1 / prior, *gaps], since_s, _crowded(gaps)) > 0 else -1
+
+
+def _parts(gaps: Sequence[float], since_s: float, least: float = CHANGED) -> int:
+    """Behind how many gaps old and new part, where they part most clearly; 0: nowhere."""
+    total_n, total_s = float(len(gaps)), sum(gaps) + since_s
+    best, where, old_s = max(least, CHANGED), 0, 0.0
+    for old_n, gap in enumerate(gaps, start=1):
+        old_s += gap
         new_n, new_s = total_n - old_n, total_s - old_s
-        if 0 < new_n < FEWEST:
+        if 0 < new_n < FEWEST or new_s <= 0:
             continue
         ratio = 2 * (_fits(old_n, old_s) + _fits(new_n, new_s) - _fits(total_n, total_s))
-        if ratio > best and new_s > 0:
-            best, where = ratio, index
-    return where if len(gaps) < ENOUGH or best > _crowded(gaps) else -1
+        if ratio > best:
+            best, where = ratio, old_n
+    return where
 
 
 def _fits(events: float, seconds: float) -> float:
@@ -126,10 +138,11 @@ def _weibull(rate: Rate, gaps: Sequence[float], since_s: float) -> Rate:
         return rate
     ahead = 0.25 / rate.per_s
     coming = (math.pow((since_s + ahead) / scale, shape) - math.pow(since_s / scale, shape)) / ahead
-    times = coming / rate.per_s
+    times = min(max(coming / rate.per_s, 1 / AT_MOST), AT_MOST)
     words = "one fault is soon followed by the next" if shape < 1 else "faults come at even distances"
     return Rate(
-        per_s=coming,
+        per_s=rate.per_s * times,
+        mean=rate.mean,
         low=rate.low * times,
         high=rate.high * times,
         faults=rate.faults,

@@ -1,4 +1,4 @@
-"""Turns the fleet into assignments: who is which rank, with the environment torchrun would have set.
+"""Turns the fleet into assignments and plans: who is which rank, with the environment torchrun would have set.
 
 Called by `recover.execute` when ranks are started or replaced. Pure.
 """
@@ -6,7 +6,10 @@ Called by `recover.execute` when ranks are started or replaced. Pure.
 from __future__ import annotations
 
 from rerail.config import DEPOTS, JobSpec
+from rerail.planner.outlook import Outlook
+from rerail.recover.plan import Choice
 from rerail.runtime.fleet import Fleet, Rank
+from rerail.runtime.plans import Plan
 from rerail.runtime.wire import Assign
 
 
@@ -61,4 +64,25 @@ def assignment(
         address=fleet.agent_of(rank.rank).address,
         env=env,
         back=fleet.back,
+    )
+
+
+def plan_of(fleet: Fleet, choice: Choice, store: tuple[int, int], *, leaving: bool, outlook: Outlook) -> Plan:
+    """The plan of the newest generation; `store` is the rank that serves it, and its port."""
+    members = tuple(rank.rank for rank in fleet.members())
+    return Plan(
+        generation=fleet.generation,
+        world_size=len(fleet.ranks),
+        store_host=fleet.agent_of(store[0]).address,
+        store_port=store[1],
+        store_rank=store[0],
+        version=choice.version,
+        depots=depots(fleet),
+        back=fleet.back,
+        leaving=leaving,
+        healing=choice.healing,
+        nodes=tuple(list(fleet.placed()).index(rank.node) for rank in fleet.ranks.values()),
+        members=members if len(members) < len(fleet.ranks) else (),
+        outlook=outlook,
+        sources=choice.sources,
     )

@@ -15,14 +15,15 @@ construction. The first start of a job is a restart that nobody had to ask for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
 from rerail.config import JobSpec, Settings
 from rerail.flow import Decision, OutcomeKind, Place, Rung
+from rerail.planner.outlook import Outlook
 from rerail.recover.actions import ActionLog
-from rerail.recover.assign import assignment, depots, environment
+from rerail.recover.assign import assignment, environment, plan_of
 from rerail.recover.placing import Homeless, Waiting, settle
 from rerail.recover.plan import Infeasible, choose_sources
 from rerail.recover.rehabilitate import given_up, resumed
@@ -53,6 +54,8 @@ class Execution:
         """The job is about to end: what the ranks hold is to be kept at one version."""
         self.dropped = ""
         """Why nothing came of what was begun, and nothing need be done instead."""
+        self.outlook: Callable[[Rung | None, bool, float], Outlook] = lambda rung, back, wall: Outlook()
+        """What ranks have to expect from here on, given the rung that is being taken and whether all go back by it."""
         self.marks = Marks()
         self.actions = ActionLog(spec.job, fleet)
         self.master: tuple[str, int] = ("127.0.0.1", 0)
@@ -336,8 +339,7 @@ class Execution:
         if not members or not all(rank.has_parked(self.fleet.generation) for rank in members):
             return
         self.marks.parked_at = now
-        self.marks.parked = {rank.rank: rank.parked for rank in members if rank.parked is not None}
-        self.marks.parked = self.switch.offered(self.marks.parked)
+        self.marks.parked = self.switch.offered({r.rank: r.parked for r in members if r.parked is not None})
         newcomers = frozenset(rank.rank for rank in members if rank.newcomer) | set(self.switch.waiting)
         vacant = frozenset(rank.rank for rank in fleet.vacant())
         exact = choose_sources(self.marks.parked, newcomers, vacant)
@@ -354,21 +356,10 @@ class Execution:
             return
         kept = [one for rank in self.switch.waiting for one in fleet.pages.of(rank)]
         self.switch.take_over()
-        plan = self._plan = Plan(
-            generation=fleet.generation,
-            world_size=len(fleet.ranks),
-            store_host=fleet.agent_of(self._store_rank).address,
-            store_port=port,
-            store_rank=self._store_rank,
-            version=choice.version,
-            depots=depots(fleet),
-            back=fleet.back,
-            leaving=self.leaving,
-            healing=choice.healing,
-            nodes=tuple(list(fleet.placed()).index(rank.node) for rank in fleet.ranks.values()),
-            members=tuple(rank.rank for rank in members) if vacant else (),
-            sources=choice.sources,
-        )
+        held = max((parked.version for parked in self.marks.parked.values()), default=-1)
+        outlook = self.outlook(self.rung if fleet.generation else None, choice.version < held, self.actions.wall)
+        plan = plan_of(fleet, choice, (self._store_rank, port), leaving=self.leaving, outlook=outlook)
+        self._plan = plan
         self.marks.version, self.marks.sources, fleet.healing = choice.version, choice.sources, choice.healing
         for node in fleet.placed():
             here = [rank.rank for rank in fleet.on_node(node)]

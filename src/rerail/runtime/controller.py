@@ -11,6 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rerail.config import EXIT_DONE, JobSpec, Settings
 from rerail.decide.budget import Budget
@@ -69,6 +70,7 @@ class Controller:
         self.incidents = 0
         self.budget = Budget()
         self.experience = Experience()
+        self.execution.outlook = partial(self.experience.outlook, self.fleet)
         self.exit_code: int | None = None
         self._nodes: dict[Link, str] = {}
         self._notes = Notebook(journal, tell)

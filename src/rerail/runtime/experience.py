@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from rerail.decide.situation import Tally
 from rerail.flow import Cost, Report, Rung
+from rerail.planner.outlook import Outlook, look_ahead
+from rerail.planner.rates import usual
+from rerail.runtime.fleet import Fleet
 
 
 class Experience:
@@ -17,6 +20,10 @@ class Experience:
     def __init__(self) -> None:
         self._costs: dict[Rung, list[Cost]] = {}
         self.tallies: dict[Rung, Tally] = {}
+        self._behind: list[float] = []
+        self._lost: list[float] = []
+        """When faults came that cost work since the last snapshot, and those that cost the snapshots: wall clock."""
+        self._began = 0.0
 
     def note(self, report: Report, failed: Iterable[Rung] = ()) -> None:
         """An incident is over; `failed` are rungs that were tried before the one that is reported."""
@@ -26,6 +33,18 @@ class Experience:
         for rung in {report.rung, *failed} if report.attempts else ():
             before = self.tallies.get(rung, Tally())
             self.tallies[rung] = Tally(before.taken + 1, before.ok + (report.ok and rung not in failed))
+
+        if report.attempts and (report.lost_steps or report.rung is Rung.RESTART_ALL):
+            (self._lost if report.rung is Rung.RESTART_ALL else self._behind).append(report.at)
+
+    def outlook(self, fleet: Fleet, rung: Rung | None, back: bool, wall: float) -> Outlook:
+        """What has to be expected from here on; asked whenever a generation is planned. The incident that it ends counts."""
+        self._began = self._began or wall
+        lost = [*self._lost, wall] if rung is Rung.RESTART_ALL else self._lost
+        behind = [*self._behind, wall] if back and rung is not Rung.RESTART_ALL else self._behind
+        agents = [fleet.agents.get(rank.node) for rank in fleet.ranks.values()]
+        devices = sum(agent is not None and bool(agent.accelerators) for agent in agents)
+        return look_ahead(behind, lost, self._began, wall, usual(devices, len(agents) - devices))
 
     @property
     def history(self) -> dict[Rung, Cost]:

@@ -232,6 +232,7 @@ class Intake:
                 return [self._raised(rank, message, wall)]
             case Noted():
                 note = self.signal(message.source, rank.node, number, wall, step=message.version, message=message.text)
+                note.payload.update(message.figures)
                 return [Sighting(note)]
             case Voted() if message.generation == self._fleet.generation:
                 agent = self._fleet.agent_of(number)

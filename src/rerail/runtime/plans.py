@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rerail.planner.outlook import Outlook
+
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank's state at the plan's version comes from."""
@@ -75,4 +77,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The number of each rank's node, by rank; empty: there is one."""
     members: tuple[int, ...] = ()
     """Seats that are taken, lowest first; empty: all of them. The world keeps its size."""
+    outlook: Outlook = Outlook()
+    """How often faults are to be expected: by this the ranks plan their snapshots and checkpoints."""
     sources: dict[int, Source]

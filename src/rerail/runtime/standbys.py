@@ -1,11 +1,13 @@
 """Keeps warm processes ready and hands out the best one: spawns, grades, upgrades and refills them.
 
-One warms at a time and at low priority, so that training does not feel it. Called by `runtime.agent`.
+One warms at a time and at low priority, so that training does not feel it. Where ranks are lost faster than standbys get warm, one
+more is held for a while. Called by `runtime.agent`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from rerail.runtime.children import STANDBY_NICE, Child, ChildSpec, Mode
@@ -15,6 +17,8 @@ from rerail.runtime.wire import FromRank, Warm
 MAX_FAILURES = 3
 """Standbys that may die one after the other before no more are tried until the next recovery."""
 BACK_OFF_S = 1.0
+MORE_FOR_S = 3600.0
+"""How long one more is held after a rank had to wait for one: faults come in crowds, and each standby has the memory of a torch."""
 
 
 class StandbyPool:
@@ -22,7 +26,9 @@ class StandbyPool:
 
     def __init__(self, spec: ChildSpec, wanted: int, changed: Callable[[], None]) -> None:
         self._spec = spec
-        self._wanted = wanted
+        self._least = wanted
+        self._more_until = 0.0
+        self._refilled = False
         self._changed = changed
         self._children: list[Child] = []
         self._nice = STANDBY_NICE if may_undo_nice() else 0
@@ -54,6 +60,8 @@ class StandbyPool:
             self._spawn(Mode.PRELOAD, nice=0)
             usable = self._children[-1:]
         best = max(usable, key=_grade)
+        if self._refilled and not best.warm:
+            self._hold_more()
         self._children.remove(best)
         self._failures = 0
         self._changed()
@@ -64,11 +72,24 @@ class StandbyPool:
         self._script_mode = self._script_mode or script_mode
         if self._closed or self._failures >= MAX_FAILURES or any(not child.warm for child in self._children):
             return
+        if len(self._children) > self.wanted:
+            self._retire_surplus()
         mode = Mode.SCRIPT if self._script_mode and self._script_works else Mode.PRELOAD
         good_enough = [child for child in self._children if mode is Mode.PRELOAD or child.at_join]
-        if len(good_enough) < self._wanted:
+        if len(good_enough) < self.wanted:
+            self._refilled = True
             self._spawn(mode, self._nice)
             self._changed()
+
+    @property
+    def wanted(self) -> int:
+        """How many are to be warm."""
+        return self._least + (time.monotonic() < self._more_until)
+
+    def _hold_more(self) -> None:
+        if self._least and time.monotonic() >= self._more_until:
+            say(f"a rank was lost before a standby was warm: {self._least + 1} are kept for the next hour")
+        self._more_until = time.monotonic() + MORE_FOR_S if self._least else 0.0
 
     def close(self) -> list[Child]:
         """No more standbys; returns those to be ended."""
@@ -100,7 +121,7 @@ class StandbyPool:
 
     def _retire_surplus(self) -> None:
         """A better one has become ready: the lowest grades above the wanted size go."""
-        surplus = sorted(self._children, key=_grade)[: max(0, len(self._children) - self._wanted)]
+        surplus = sorted(self._children, key=_grade)[: max(0, len(self._children) - self.wanted)]
         for child in surplus:
             self._children.remove(child)
             child.disown()

@@ -200,9 +200,11 @@ class Noted(Message, frozen=True, kw_only=True):
 
     rank: int
     source: str
-    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out` or `tier_back`; `data.skipped`; `rehab.healed`."""
+    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out`, `tier_back` or `planned`; `data.skipped`; `rehab.healed`."""
     version: int
     text: str
+    figures: dict[str, float] = {}
+    """What it was concluded from, by name."""
 
 
 class Voted(Message, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from rerail.checkpoint.declining import decline
 from rerail.checkpoint.names import StepId
 from rerail.checkpoint.retention import Keep
 from rerail.checkpoint.saving import Order, Outcome
-from rerail.checkpoint.schedule import Concurrent, Costs, EverySteps, Planned, When
+from rerail.checkpoint.schedule import Concurrent, EverySteps, Planned, When
 from rerail.checkpoint.stream import Stream
 from rerail.checkpoint.tiers import Tier, tier_at
 from rerail.checkpoint.writer import Writer
@@ -35,6 +34,7 @@ from rerail.config import DEPOTS
 from rerail.errors import CheckpointError, StateError
 from rerail.session import compiled, owed, reaching
 from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.foresight import foresight
 from rerail.session.starting import Starter, device_of, told_by_rank_0
 
 if TYPE_CHECKING:
@@ -239,23 +239,31 @@ class Checkpoints:
             owed.in_background(lambda: owed.give_up_for(tiers, epoch, version, ranks, coordinator))
 
     def agree(self) -> None:
-        """Inside the step behind a save: when the next one is."""
+        """Inside the step behind a save: when the next one is. Behind a repair: whether it should be sooner."""
         job = self._job
         if not self.on or job.rehearsing:
             return
         self._settle()
         # By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former.
-        if job._small is None or job._small.saves[1] != job._version:
+        due = job._small.saves[1] if job._small is not None else -1
+        again = due > job._version == foresight.resumed > 0 and not isinstance(self._when, EverySteps)
+        if due != job._version and not again:
             return
         if isinstance(self._when, EverySteps):
             self._plan_next()
             return
-        wish = torch.tensor([self._wish()], dtype=torch.int64, device=device_of(job))
+        costs = foresight.costs(job._durations, self.stall_s, self._saved_s)
+        mine = max(1, self._when.steps(costs)) if costs.step_s or not again else 0  # 0: a newcomer knows nothing yet
+        wish = torch.tensor([mine], dtype=torch.int64, device=device_of(job))
         if job.world_size > 1:
             with hearing.paused():
                 dist.all_reduce(wish, dist.ReduceOp.MAX)
         if job._rejoin is None or fabric.mode is Mode.LIVE:
-            self.next_save = job._version + int(wish.item())
+            steps = int(wish.item())
+            planned = job._version + steps
+            self.next_save = planned if not again else min(due, planned) if steps else due
+            if self._speaks and steps and (text := foresight.worth_telling(self._when, steps, costs)):
+                self._note("planned", job._version, text, {**costs._asdict(), "steps": steps})
 
     def _settle(self) -> threading.Thread | None:
         """The first time in a process that took the place of another: see to what that one owed."""
@@ -296,11 +304,6 @@ class Checkpoints:
                 if time.monotonic() - began > PATIENCE_S and not told:
                     told = True
                     _say("waiting until the last checkpoint is written, and copied where it is to be")
-
-    def _wish(self) -> int:
-        step_s = statistics.median(self._job._durations) if self._job._durations else 0.0
-        save_s = statistics.median(self._saved_s) if self._saved_s else 0.0
-        return max(1, self._when.steps(Costs(step_s, self.stall_s, save_s)))
 
     def _plan_next(self) -> None:
         version = self._job._version
@@ -366,8 +369,11 @@ class Checkpoints:
     def _tell(self, what: str, version: int, text: str) -> None:
         """To the user and, where there is one, to the journal."""
         _say(text)
+        self._note(what, version, text)
+
+    def _note(self, what: str, version: int, text: str, figures: dict[str, float] | None = None) -> None:
         if self._job._rejoin is not None:
-            self._job._rejoin.note(f"checkpoint.{what}", version, text)
+            self._job._rejoin.note(f"checkpoint.{what}", version, text, figures)
 
     # --- loading ---
 

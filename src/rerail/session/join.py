@@ -22,6 +22,7 @@ from rerail.runtime.wire import Assign, CommFailed, Interrupt, Joined, Parked, W
 from rerail.session import flight, groups, waiting
 from rerail.session.c10d import HashStore
 from rerail.session.fabric import fabric, hearing
+from rerail.session.foresight import foresight
 from rerail.session.job import Job, Place
 from rerail.session.link import AgentLink, connect
 
@@ -130,6 +131,7 @@ def _form_first(link: AgentLink, assignment: Assign) -> None:
     )
     plan = link.wait_for_plan(assignment.generation)
     fabric.nodes = plan.nodes
+    foresight.take(plan.outlook, plan.version)
     try:
         fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port))
     except RuntimeError:

@@ -21,6 +21,7 @@ from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, No
 from rerail.session import restore
 from rerail.session.c10d import Store
 from rerail.session.fabric import fabric, hearing
+from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
 from rerail.session.small import Small, from_journal
 from rerail.session.tracked import Tracked
@@ -177,9 +178,10 @@ class Rejoiner:
             except RuntimeError as error:  # a peer was lost while wires were laid or state was moved
                 fabric.failed(error)
 
-    def note(self, source: str, version: int, text: str) -> None:
+    def note(self, source: str, version: int, text: str, figures: dict[str, float] | None = None) -> None:
         """Have something written to the journal."""
-        self._link.send(Noted(rank=self._job.rank, source=source, version=version, text=text[:2000]))
+        told = Noted(rank=self._job.rank, source=source, version=version, text=text[:2000], figures=figures or {})
+        self._link.send(told)
 
     def finish(self) -> bool:
         """Wait until all ranks are done. False when a fault elsewhere needs this rank once more."""
@@ -261,6 +263,7 @@ class Rejoiner:
     def _form(self, plan: Plan) -> None:
         job, started, before = self._job, time.monotonic(), self._job.seats
         fabric.nodes = plan.nodes
+        foresight.take(plan.outlook, plan.version)
         if plan.members and job.rank not in plan.members:
             raise JobStopped(f"the seat of rank {job.rank} is given up: the job goes on without it")
         served = self._served if plan.store_rank == job.rank else None

@@ -9,7 +9,6 @@ early steps: often enough to lose little, rarely enough to cost no more than the
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -33,6 +32,7 @@ from rerail.errors import StateError
 from rerail.session.c10d import cuda_in_use
 from rerail.session.drifting import Drifting
 from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
 from rerail.session.small import Small, encode
@@ -41,8 +41,8 @@ from rerail.session.soundness import any_nan
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
-AGREE_AT = (4, 32, 256)
-"""Versions at whose start the interval is agreed: soon, and again when the step time has settled."""
+AGREE_AT = (4, *(32 * 8**n for n in range(8)))
+"""Versions at whose start the interval is agreed: soon, when the step time has settled, and now and then; and after each repair."""
 UNTIL_AGREED = 2
 LONGEST = 1000
 
@@ -225,11 +225,12 @@ class Snapshotter:
     def agree(self) -> None:
         """At a few fixed versions: one all-reduce of everyone's wish. Inside the step, so a fault repeats it."""
         job = self._job
-        if self._fixed or job._version not in AGREE_AT or job.rehearsing or job.world_size == 1:
+        due = job._version in AGREE_AT or job._version == foresight.resumed > 0
+        if self._fixed or not due or job.rehearsing or job.world_size == 1:
             return
         step_s = statistics.median(job._durations) if job._durations else 0.0
         cost_s = (statistics.median(self._costs) if self._costs else 0.0) + job._votes.cost_s
-        wish = math.ceil(cost_s / (self._share * step_s)) if step_s else UNTIL_AGREED
+        wish = foresight.snapshot_steps(cost_s, step_s, self._share) if step_s else UNTIL_AGREED
         agreed = torch.tensor([min(max(wish, 1), LONGEST)], dtype=torch.int64)
         with hearing.paused():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)

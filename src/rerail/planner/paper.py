@@ -1,0 +1,216 @@
+"""A plan on paper: turns the size of a job and its cluster into hazards, tiers, intervals, spares and expected goodput. Pure.
+
+Every number that the user does not give has a default, and every default a source that is printed with the answer.
+Called by `rerail plan` and for the reference of the documentation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from rerail.errors import ConfigError
+from rerail.planner.model import Hazard, Problem, Tier, Waste, waste
+from rerail.planner.optimise import Planned, best
+from rerail.planner.rates import PER_DEVICE_S
+from rerail.planner.spares import Spares, worth
+
+HOUR_S, DAY_S = 3600.0, 86_400.0
+SHORT_S = HOUR_S
+"""Jobs that are shorter need no plan (the founding advice), unless faults are frequent."""
+NOT_WORTH = 0.01
+"""Share of a job that has to be at stake."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is planned for; seconds, bytes and pieces. Every field can stand in the TOML file, by this name, with units."""
+
+    gpus: float
+    params: float
+    mtbf: float = 0.0
+    """Of the whole job; 0: from `rate`."""
+    rate: float = PER_DEVICE_S * 1000 * DAY_S
+    """Faults per 1,000 devices and day."""
+    write: float = 0.0
+    """To the store beside the cluster, all nodes together; 0: 1 GB/s a node."""
+    read: float = 0.0
+    """0: twice as fast as writing."""
+    copy: float = 25e9
+    """From a device to its host's memory."""
+    net: float = 25e9
+    """Of one node to another."""
+    per_node: float = 8
+    replicas: float = 1
+    """How many ranks hold the same state: more than 1, and a lost one is copied from another."""
+    bytes_per_param: float = 14.0
+    step: float = 10.0
+    length: float = 0.0
+    """Of the job; 0: not known."""
+    repair: float = DAY_S
+    """Until a node that was taken out is back."""
+    elastic: bool = False
+    node_share: float = 0.21
+    """Of all faults: those that take a node with its memory."""
+    job_share: float = 0.01
+    """Those that take everything."""
+    process_down: float = 12.0
+    node_down: float = 30.0
+    job_down: float = 240.0
+    stall_share: float = 0.02
+    """Of the copy to the host's memory: what the training feels of it."""
+    noise_share: float = 0.01
+    """Of the time in which a snapshot goes on to another node or to the store."""
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.gpus / self.per_node)
+
+    @property
+    def state(self) -> float:
+        """Bytes of what has to be saved, each of them once."""
+        return self.params * self.bytes_per_param
+
+    @property
+    def faults_s(self) -> float:
+        """Per second, of the whole job."""
+        return 1 / self.mtbf if self.mtbf else self.rate * self.gpus / 1000 / DAY_S
+
+    def check(self) -> None:
+        """Refuse sizes that contradict each other."""
+        if self.per_node > self.gpus:
+            raise ConfigError(f"per_node is {self.per_node:g}, but there are only {self.gpus:g} gpus")
+        if self.replicas > self.gpus:
+            raise ConfigError(f"replicas is {self.replicas:g}, but there are only {self.gpus:g} gpus to hold them")
+        if self.node_share + self.job_share > 1:
+            raise ConfigError(
+                f"node_share is {self.node_share:g} and job_share {self.job_share:g}: together they are shares of all "
+                "faults, and cannot be more than 1"
+            )
+        if self.gpus % 1 or self.per_node % 1:
+            raise ConfigError(f"gpus is {self.gpus:g} and per_node {self.per_node:g}; whole numbers are needed")
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What `rerail plan` shows."""
+
+    faults_per_day: float
+    planned: Planned
+    spares: Spares
+    standbys: int
+    founding: Waste
+    """The same faults met with hourly checkpoints that the training waits for, and a restart of all."""
+    verdict: str = ""
+    """Why none of this is worth it, or nothing."""
+
+
+def problem_of(job: Job) -> Problem:
+    """Hazards and tiers of rerail."""
+    faults, node_state = job.faults_s, job.state / job.nodes
+    copy_s = job.state / job.gpus / job.copy
+    stall_s = job.stall_share * copy_s
+    write, read = job.write or 1e9 * job.nodes, job.read or 2 * (job.write or 1e9 * job.nodes)
+    has_replica = 0.0 if job.replicas > 1 else 1.0
+    return Problem(
+        tiers=(
+            Tier(
+                name="memory",
+                stall_s=stall_s,
+                save_s=copy_s,
+                restore_s=copy_s,
+                survives="process",
+                shortest_s=job.step,
+            ),
+            Tier(
+                name="buddy",
+                of="memory",
+                stall_s=job.noise_share * node_state / job.net,
+                save_s=copy_s + node_state / job.net,
+                restore_s=copy_s + node_state / job.net,
+                survives="node",
+                shortest_s=job.step,
+            ),
+            Tier(
+                name="store",
+                of="memory",
+                stall_s=job.noise_share * job.state / write,
+                save_s=copy_s + job.state / write,
+                restore_s=job.state / read,
+                survives="job",
+                shortest_s=job.step,
+            ),
+        ),
+        hazards=(
+            Hazard(
+                name="process or device",
+                rate=faults * (1 - job.node_share - job.job_share),
+                scope="process",
+                down_s=job.process_down,
+                rho=has_replica,
+            ),
+            Hazard(name="node", rate=faults * job.node_share, scope="node", down_s=job.node_down, rho=has_replica),
+            Hazard(name="everything", rate=faults * job.job_share, scope="job", down_s=job.job_down),
+        ),
+    )
+
+
+def founding(job: Job, interval_s: float = HOUR_S) -> Waste:
+    """What is lost by hourly checkpoints, written while the training waits, and a restart of all at every fault."""
+    write, read = job.write or 1e9 * job.nodes, job.read or 2 * (job.write or 1e9 * job.nodes)
+    save_s = job.state / write
+    store = Tier(name="store", stall_s=save_s, save_s=0.0, restore_s=job.state / read, survives="job")
+    fault = Hazard(name="any", rate=job.faults_s, scope="job", down_s=FOUND_S + job.job_down)
+    return waste(Problem(tiers=(store,), hazards=(fault,)), {"store": max(interval_s, save_s)})
+
+
+FOUND_S = 600.0
+"""Seconds until a fault is found where nobody looks: the usual timeout of collectives."""
+
+
+def answer(job: Job) -> Answer:
+    """The whole plan."""
+    job.check()
+    planned, before = best(problem_of(job)), founding(job)
+    taken = job.faults_s * job.node_share
+    return Answer(
+        faults_per_day=job.faults_s * DAY_S,
+        planned=planned,
+        spares=worth(job.nodes, taken, job.repair, elastic=job.elastic),
+        standbys=1,
+        founding=before,
+        verdict=_verdict(job, before),
+    )
+
+
+def _verdict(job: Job, before: Waste) -> str:
+    expected = job.faults_s * job.length
+    if not job.length or before.total > NOT_WORTH:
+        return ""
+    if job.length <= SHORT_S or expected < 0.05:
+        return (
+            f"none of this is worth it: {expected:.2g} faults are expected in the whole job, and even hourly checkpoints "
+            f"and restarts would cost {before.total:.2%} of it"
+        )
+    return ""
+
+
+ASSUMED = {
+    "rate": "419 unplanned interruptions in 54 days of 16,384 devices (Llama 3)",
+    "node_share": "88 of those 419 were of hosts, network, power and storage of a node",
+    "job_share": "assumed: power, storage or scheduler of the whole cluster",
+    "process_down": "assumed: ten times what rerail needs on small jobs (docs/benchmarks.md)",
+    "node_down": "assumed: three times what rerail needs in its soak over three nodes",
+    "job_down": "the founding reference needs 35 s to find and handle a fault and 70 to 210 s to start again",
+    "copy": "PCIe 5; measured on one H200: 54 GB/s",
+    "net": "200 Gbit/s a node",
+    "write": "1 GB/s a node",
+    "read": "twice as fast as writing",
+    "bytes_per_param": "bf16 weights, fp32 copy and Adam's two moments",
+    "stall_share": "measured on one H200: 0.21 % with a copy of 0.66 s every ten steps of 0.56 s",
+    "noise_share": "assumed: it uses the network and the host's memory, not the devices",
+    "step": "assumed",
+    "repair": "assumed",
+    "replicas": "state is sharded and nobody holds a copy",
+    "per_node": "usual",
+}
+"""Where the defaults come from."""

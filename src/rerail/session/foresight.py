@@ -1,0 +1,61 @@
+"""What this rank has been told to expect, and what follows for its snapshots and checkpoints: turns an Outlook into steps.
+
+Filled from the plan of each generation by `session.join` and `session.rejoin`; asked by `session.snapshotting` and
+`session.checkpoints` when the ranks agree on their next interval. Between two plans the rates fall with the time that has passed
+without a fault.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+from rerail.checkpoint.schedule import Costs, When, young_s
+from rerail.planner.outlook import Outlook
+
+TELL_FROM = 1.25
+"""How much an interval has to change to be worth a word in the journal."""
+
+
+class Foresight:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self._outlook, self._at = Outlook(), time.monotonic()
+        self.resumed = -1
+        """The version that the newest plan goes on from: there everybody plans anew."""
+        self._told = 0
+
+    def take(self, outlook: Outlook, version: int) -> None:
+        """A plan has come."""
+        self._outlook, self._at, self.resumed = outlook, time.monotonic(), version
+
+    def snapshot_steps(self, cost_s: float, step_s: float, share: float) -> int:
+        """Steps between two snapshots: what loses least, as long as they take no more than a share of the time."""
+        best = young_s(cost_s, self._outlook.behind.between_s(time.monotonic() - self._at))
+        return math.ceil(max(best, cost_s / share) / step_s)
+
+    def costs(self, durations: Sequence[float], stall_s: float, saved_s: Sequence[float]) -> Costs:
+        """What a rule for checkpoints goes by."""
+        return Costs(
+            step_s=statistics.median(durations) if durations else 0.0,
+            stall_s=stall_s,
+            save_s=statistics.median(saved_s) if saved_s else 0.0,
+            mtbf_s=self._outlook.lost.between_s(time.monotonic() - self._at),
+        )
+
+    def worth_telling(self, when: When, steps: int, costs: Costs) -> str:
+        """Why the next checkpoint is so many steps away, if that is news."""
+        if self._told and 1 / TELL_FROM < steps / self._told < TELL_FROM:
+            return ""
+        self._told = steps
+        return (
+            f"a checkpoint every {steps} steps ({type(when).__name__}): a step takes {costs.step_s:.3g} s, a save holds the "
+            f"training up for {costs.stall_s:.3g} s and is done after {costs.save_s:.3g} s, and a fault that loses the "
+            f"snapshots is expected every {costs.mtbf_s / 3600:.3g} h"
+        )
+
+
+foresight = Foresight()

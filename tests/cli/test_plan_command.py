@@ -1,0 +1,164 @@
+"""`rerail plan`: on paper, from a file, from a journal; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rerail.cli.main import main
+from rerail.flow import Cost, Report, Rung, Signal
+from rerail.planner.paper import Job, answer
+from rerail.planner.reference import PUBLISHED, expected, modelled, replaced
+from rerail.runtime.journal import FILE_NAME, Journal
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_a_plan_on_paper_says_what_when_and_on_what_it_rests(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(capsys, "--gpus", "16384", "--params", "405e9", "--write", "2TB/s", "--length", "54d")
+    assert code == 0
+    assert "one every 3.1 h" in out and "goodput   99." in out
+    assert "store beside the cluster" in out and "419 unplanned interruptions" in out
+    assert "none of this is worth it" not in out
+
+
+def test_short_jobs_on_hardware_that_seldom_fails_are_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpus", "8", "--params", "3B", "--write", "2.7GB/s", "--length", "40min")
+    assert out.startswith("none of this is worth it")
+
+
+def test_replicas_need_no_snapshots_for_what_a_replica_has(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpus", "64", "--params", "7B", "--replicas", "8", "--json")
+    told = json.loads(out)["plan"]["planned"]
+    assert told["waste"]["source"]["node"] == ""
+    assert told["intervals"]["store"] is not None
+
+
+def test_a_file_and_the_command_line_which_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('gpus = 1024\nparams = "70B"\nwrite = "20GB/s"\nmtbf = "2 d"\nelastic = true\n')
+    _, out, _ = plan(capsys, "--config", str(file), "--mtbf", "1 d", "--json")
+    job = json.loads(out)["job"]
+    assert (job["gpus"], job["write"], job["mtbf"], job["elastic"]) == (1024, 20e9, 86_400, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--params", "3B"], "--gpus is missing"),
+        (["--gpus", "8", "--params", "3B", "--mtbf", "0"], "mtbf is '0'; it has to be more than 0"),
+        (["--gpus", "8", "--params", "3B", "--rate", "-1"], "rate is '-1'; it has to be more than 0"),
+        (["--gpus", "8", "--params", "3B", "--write", "3 GBs"], "'GBs' is no unit here; did you mean GB/s?"),
+        (["--gpus", "4", "--params", "3B"], "per_node is 8, but there are only 4 gpus"),
+        (["--gpus", "8", "--params", "3B", "--replicas", "9"], "replicas is 9, but there are only 8 gpus"),
+        (["--gpus", "8.5", "--params", "3B"], "whole numbers are needed"),
+        (
+            ["--gpus", "8", "--params", "3B", "--node-share", "0.8", "--job-share", "0.3"],
+            "node_share is 0.8 and job_share 0.3",
+        ),
+        (["--config", "missing.toml"], "missing.toml cannot be read"),
+        (["--journal", "nobody"], "no job"),
+    ],
+)
+def test_bad_input_is_refused_with_the_field_the_value_and_what_would_be_right(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RERAIL_HOME", str(tmp_path))
+    code, out, err = plan(capsys, *words)
+    assert code == 2 and not out
+    assert told in err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("gpus = 8\nparms = 3e9", "parms is not known; did you mean params?"),
+        ("gpus = [", "is no TOML file"),
+        ('gpus = 8\nparams = "3B"\nelastic = "yes"', "elastic is 'yes'; true or false is needed"),
+    ],
+)
+def test_files_that_are_wrong(text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(text)
+    code, _, err = plan(capsys, "--config", str(file))
+    assert code == 2 and told in err
+
+
+def journal_of(folder: Path, faults: int) -> Path:
+    """A job of four ranks that lost one every ten minutes, two seconds each."""
+    journal = Journal(folder / FILE_NAME)
+    told: list[tuple[int, Signal | Report]] = [
+        (0, Signal(id="s0", job="j", at=1000.0, source="checkpoint.planned", node="n", payload={"step_s": 0.5}))
+    ]
+    for n in range(1, faults + 1):
+        cost = Cost(detect=0.5, t0=1.0, t1=1.0, t2=0.25, t3=9.0, t4=0.25)
+        report = Report(
+            id=f"r{n}",
+            job="j",
+            at=1000.0 + 600.0 * n,
+            incident=n,
+            code="process.killed",
+            summary="",
+            rung=Rung.REPLACE_RANK,
+            ok=True,
+            cost=cost,
+        )
+        told.append((n, report))
+    journal.append(told, {"placement": [["n", 0]] * 4})
+    journal.close()
+    return folder
+
+
+def test_a_journal_gives_the_rates_and_times_that_a_job_has_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = journal_of(tmp_path / "run", faults=12)
+    code, out, _ = plan(capsys, "--journal", str(folder), "--params", "1e9", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["job"]["mtbf"] == pytest.approx(600, rel=0.15)
+    assert (told["job"]["process_down"], told["job"]["step"], told["job"]["gpus"]) == (2.0, 0.5, 4)
+    assert "in the journal of run" in told["assumed"]["process_down"]
+
+
+@pytest.mark.parametrize("damage", ["foreign", "truncated", "empty"])
+def test_a_journal_that_is_none(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    file = folder / FILE_NAME
+    if damage == "foreign":
+        folder.mkdir()
+        file.write_bytes(b"these are not the records you look for" * 100)
+    else:
+        journal_of(folder, faults=0 if damage == "empty" else 200)
+    if damage == "truncated":
+        for rest in folder.glob(f"{FILE_NAME}-*"):
+            rest.unlink()
+        file.write_bytes(file.read_bytes()[:5000])
+    code, out, err = plan(capsys, "--journal", f"{folder}/", "--params", "1e9")
+    assert code == 2 and not out
+    assert str(folder) in err and "Traceback" not in err
+
+
+def test_the_founding_reference_is_met_by_its_model_and_beaten(capsys: pytest.CaptureFixture[str]) -> None:
+    for params, published in PUBLISHED.items():
+        model, ours = modelled(params), expected(params)
+        assert model.flush == pytest.approx(published.flush, rel=0.01)
+        assert model.restart == pytest.approx(published.restart, rel=0.15)
+        assert ours.fault(ours.flush) < published.fault(published.flush) / 3
+        assert replaced(params).fault(1.0) < ours.fault(1.0)
+    code, out, _ = plan(capsys, "--reference")
+    assert code == 0 and "they were not measured on that server" in out
+    assert json.loads(plan(capsys, "--reference", "--json")[1])["1.5e+10"]["published"]["load"] == 90.0
+
+
+def test_more_faults_are_planned_with_more_saves() -> None:
+    seldom = answer(Job(gpus=64, params=7e9, mtbf=86_400.0 * 10)).planned
+    often = answer(Job(gpus=64, params=7e9, mtbf=3600.0)).planned
+    assert all(often.intervals[tier] <= seldom.intervals[tier] for tier in often.intervals)
+    assert often.waste.total > seldom.waste.total

@@ -1,0 +1,108 @@
+"""From the faults of a job to what its ranks plan with."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rerail.checkpoint.schedule import CheckFreq, Costs, Planned, young_s
+from rerail.flow import Cost, Report, Rung
+from rerail.planner.outlook import Course, Outlook, look_ahead
+from rerail.planner.rates import usual
+from rerail.runtime.experience import Experience
+from rerail.runtime.fleet import Fleet
+from rerail.session.foresight import Foresight
+
+PRIOR = usual(0, 4)
+
+
+def report(at: float, rung: Rung = Rung.REPLACE_RANK, lost: int = 3) -> Report:
+    return Report(
+        id=f"r{at}", job="j", at=at, incident=1, code="x", summary="", rung=rung, ok=True, cost=Cost(), lost_steps=lost
+    )
+
+
+def test_time_without_faults_lowers_the_rate_as_a_new_estimate_would() -> None:
+    at_start = look_ahead([], [], 0.0, 0.0, PRIOR).lost
+    assert at_start.between_s(86_400.0) == pytest.approx(look_ahead([], [], 0.0, 86_400.0, PRIOR).lost.between_s())
+    many = look_ahead([], [100.0 * n for n in range(1, 21)], 0.0, 2000.0, PRIOR).lost
+    assert many.between_s(100.0) / many.between_s() < at_start.between_s(100.0) / at_start.between_s()
+
+
+def test_only_what_lost_snapshots_makes_checkpoints_more_frequent() -> None:
+    experience, fleet = Experience(), Fleet()
+    experience.outlook(fleet, None, False, 1000.0)
+    before = experience.outlook(fleet, None, False, 5000.0)
+    for at in (2000.0, 3000.0, 4000.0):
+        experience.note(report(at))
+    behind = experience.outlook(fleet, None, False, 5000.0)
+    assert behind.behind.per_s > 2 * before.behind.per_s and behind.lost == before.lost
+    for at in (4200.0, 4400.0, 4600.0):
+        experience.note(report(at, Rung.RESTART_ALL))
+    assert experience.outlook(fleet, None, False, 5000.0).lost.per_s > 2 * before.lost.per_s
+
+
+def test_faults_that_cost_no_work_do_not_count() -> None:
+    experience, fleet = Experience(), Fleet()
+    experience.outlook(fleet, None, False, 1000.0)
+    before = experience.outlook(fleet, None, False, 5000.0)
+    experience.note(report(2000.0, lost=0))
+    experience.note(report(2500.0, Rung.RETRY_STEP, lost=0))
+    assert experience.outlook(fleet, None, False, 5000.0) == before
+
+
+def test_the_fault_that_is_being_repaired_counts_already() -> None:
+    experience, fleet = Experience(), Fleet()
+    calm = experience.outlook(fleet, None, False, 1000.0)
+    assert experience.outlook(fleet, Rung.RESTART_ALL, False, 1000.0).lost.per_s > calm.lost.per_s
+    assert experience.outlook(fleet, Rung.REPLACE_RANK, True, 1000.0).behind.per_s > calm.behind.per_s
+    assert experience.outlook(fleet, Rung.REPLACE_RANK, False, 1000.0) == calm
+
+
+@pytest.mark.parametrize("times", [10.0, 0.1])
+def test_checkpoints_follow_a_tenfold_change_of_the_rate_within_five_faults(times: float) -> None:
+    """Faults every 2,000 seconds, then ten times as many or as few, a stall of one second."""
+    lost = [2000.0 * n for n in range(1, 31)]
+    lost += [lost[-1] + 2000.0 / times * n for n in range(1, 6)]
+    outlook = look_ahead([], lost, 0.0, lost[-1], PRIOR)
+    costs = Costs(step_s=0.01, stall_s=1.0, save_s=0.1, mtbf_s=outlook.lost.between_s())
+    best = young_s(1.0, 2000.0 / times)
+    assert Planned(overhead=1.0).steps(costs) * 0.01 == pytest.approx(best, rel=0.1)
+
+
+@pytest.mark.parametrize("times", [10.0, 0.1])
+def test_checkpoints_follow_a_tenfold_change_of_the_write_speed_within_ten_saves(times: float) -> None:
+    foresight = Foresight()
+    saved = [8.0] * 30 + [8.0 / times] * 10
+    costs = foresight.costs([0.1] * 64, 0.001, saved[-8:])
+    assert costs.save_s == 8.0 / times
+    rule = CheckFreq()  # its interval is the time that a save takes, where the stall is small
+    assert rule.steps(costs) * 0.1 == pytest.approx(8.0 / times, rel=0.1)
+
+
+def test_snapshots_become_rarer_as_a_job_proves_sound_and_never_cost_more_than_their_share() -> None:
+    foresight = Foresight()
+    foresight.take(Outlook(behind=Course(per_s=1 / 100)), 0)
+    often = foresight.snapshot_steps(0.01, 0.1, share=0.5)
+    foresight.take(Outlook(behind=Course(per_s=1 / 100_000)), 0)
+    assert foresight.snapshot_steps(0.01, 0.1, share=0.5) > 10 * often
+    assert foresight.snapshot_steps(0.01, 0.1, share=1e-6) == 100_000
+
+
+def test_the_same_interval_is_told_once() -> None:
+    foresight, when = Foresight(), Planned()
+    costs = foresight.costs([0.1], 0.5, [2.0])
+    assert "every 100 steps (Planned)" in foresight.worth_telling(when, 100, costs)
+    assert not foresight.worth_telling(when, 110, costs)
+    assert "every 200 steps" in foresight.worth_telling(when, 200, costs)
+
+
+def test_rates_fall_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    foresight = Foresight()
+    foresight.take(Outlook(), 7)
+    now = time.monotonic()
+    before = foresight.costs([], 0.0, []).mtbf_s
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600.0)
+    assert foresight.costs([], 0.0, []).mtbf_s == pytest.approx(before + 3600.0, rel=0.01)
+    assert foresight.resumed == 7
