@@ -98,7 +98,7 @@ def test_the_list_names_all(capsys) -> None:
         (["--gpus", "-8"], ["gpus", "-8"]),
         (["--gpus", "100"], ["gpus is 100", "104"]),
         (["--days", "0"], ["days is 0"]),
-        (["--days", "3weeks"], ["days", "weeks", "ms, s, min, h, d"]),
+        (["--days", "3parsecs"], ["days", "parsecs", "min", "weeks"]),
         (["--set", "faults=-2"], ["faults is -2"]),
         (["--set", "faults"], ["KEY=VALUE"]),
         (["--sweep", "gpus"], ["--sweep", "KEY=VALUE"]),

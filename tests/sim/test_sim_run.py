@@ -235,7 +235,7 @@ def test_predictions_use_the_figures_of_the_job() -> None:
         per_node=4,
         tiers=(tier,),
         every={"memory": 10},
-        costs={Rung.REPLACE_RANK: Cost(t0=99.0, t1=0.3, t2=0.1, t4=0.1), Rung.RETRY_STEP: Cost(t1=0.05)},
+        costs={Rung.REPLACE_RANK: Cost(t0=99.0, t1=0.3, t2=0.1, t3=0.2, t4=0.1), Rung.RETRY_STEP: Cost(t1=0.05)},
         detect_s={"exit": 0.05},
         faults=tuple((100.0 * n, 0, n % 4, "process.killed") for n in range(1, 10)),
     )
@@ -244,5 +244,6 @@ def test_predictions_use_the_figures_of_the_job() -> None:
     assert result.rungs == {"replace_rank": 9}
     assert result.by_stage["reschedule (T1)"] == pytest.approx(9 * 0.3)
     assert result.by_stage["detect"] == pytest.approx(9 * 0.05)
+    assert result.by_stage["load (T3)"] == pytest.approx(9 * (0.2 + tier.restore_s))
     assert 9 * 0.05 < result.by_stage["lost work (T0)"] < 9 * 1.2
     assert result.by_stage["saving"] == pytest.approx(0.01 * 1000, rel=0.05)

@@ -114,7 +114,7 @@ class Repair:
                 return False
         if self._unlucky(incident):
             return False
-        for stage, seconds in ((T3, load_s), (T4, times.t4)):
+        for stage, seconds in ((T3, times.t3 + load_s), (T4, times.t4)):
             if not (yield from watch.spend(stage, incident.cause, seconds)):
                 return False
         self._resume(version, decision.rung, incident)
@@ -136,16 +136,18 @@ class Repair:
                 wanting |= self._cluster.vacant
         watch.rearm()
         times = self._plan.times(self._scenario, Rung.RESTART_ALL)
-        if not (yield from watch.spend(T1, incident.cause, times.t1)):
-            return False
+        for stage, seconds in ((T1, times.t1), (T2, times.t2)):
+            if not (yield from watch.spend(stage, incident.cause, seconds)):
+                return False
         bad = [rank for rank in wanting if not self._cluster.works(self._cluster.places[rank])]
         if bad:  # the second time somebody looks
             for rank in bad:
                 self._desk.suspect(self._cluster.places[rank], "the job did not start there")
             return False
         version, load_s = self._source(Rung.RESTART_ALL, incident)
-        if not (yield from watch.spend(T3, incident.cause, load_s)):
-            return False
+        for stage, seconds in ((T3, times.t3 + load_s), (T4, times.t4)):
+            if not (yield from watch.spend(stage, incident.cause, seconds)):
+                return False
         self._resume(version, Rung.RESTART_ALL, incident)
         return True
 

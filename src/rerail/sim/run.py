@@ -116,7 +116,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     every: dict[str, float]
     """Steps between two saves, by tier."""
     costs: dict[Rung, Cost]
-    """What each rung took, T1 to T4; T0 and loading from a tier are the simulator's to find out."""
+    """What each rung took, T1 to T4; T0 is the simulator's to find out, and what loading from a tier takes comes on top of T3."""
     detect_s: dict[str, float] = {}
     """Until it was noticed, by how it shows (`sim.kinds.SEEN`); rerail's own limits where it is not given."""
     replicas: int = 1

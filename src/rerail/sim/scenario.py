@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rerail.errors import ConfigError, UsageError
+from rerail.planner.units import KINDS as UNITS
 from rerail.wording import guess
 
 DAY_S = 86_400.0
@@ -24,14 +25,11 @@ SNAPSHOT_GB = 36.0
 """What `snapshot_stall_s` was measured with."""
 GROUPS_OF = 16_384
 """What `groups_s` is for."""
-_TIMES = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
-_SIZES = {"MB": 0.001, "GB": 1.0, "TB": 1000.0, "PB": 1e6}
+_OF = {"s": ("duration", 1.0), "d": ("duration", DAY_S), "GB": ("size", 1e9), "GB/s": ("speed", 1e9)}
 _UNITS = {
-    "s": _TIMES,
-    "d": {name: seconds / DAY_S for name, seconds in _TIMES.items()},
-    "GB": _SIZES,
-    "GB/s": {f"{name}/s": size for name, size in _SIZES.items()},
+    unit: {name: factor / by for name, factor in UNITS[kind][0].items() if name} for unit, (kind, by) in _OF.items()
 }
+"""What may stand behind a number, by the unit of its key."""
 _VALUE = re.compile(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))\s*([A-Za-z%/]*)")
 
 
