@@ -25,14 +25,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from rerail.sim.kinds import shape_of
-from rerail.sim.policies import policy
-from rerail.sim.run import Measured, predict
-
 from rerail.cli.watch import RerailJob
 from rerail.flow import Cost, Report, Rung
 from rerail.planner.model import Tier
 from rerail.runtime.experience import mean_cost
+from rerail.sim.kinds import shape_of
+from rerail.sim.policies import policy
+from rerail.sim.run import Measured, predict
 
 HERE = Path(__file__).resolve().parent
 WORLD = 4

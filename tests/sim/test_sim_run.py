@@ -106,7 +106,7 @@ def test_one_tier_and_one_kind_agree_with_the_exact_formula(interval: int) -> No
         times=lambda *_: Cost(t1=10.0),
         detects=lambda *_: 0.0,
     )
-    rate, wall = 1 / 1500, 3.0e6
+    rate, wall = 1 / 1500, 1.2e6
     made = Scenario(gpus=1024, days=wall / 86_400, step_s=1.0, start_faults=0.0, software_per_day=0.0)
     stream, at, faults = random.Random(7), 0.0, []
     while (at := at + stream.expovariate(rate)) < wall:
@@ -116,7 +116,7 @@ def test_one_tier_and_one_kind_agree_with_the_exact_formula(interval: int) -> No
     seen = result.interruptions / (wall - result.by_stage["reschedule (T1)"] - result.by_stage["load (T3)"])
     hazard = Hazard(name="crash", rate=seen, scope="process", down_s=10.0)
     expected = waste(Problem(tiers=(tier,), hazards=(hazard,)), {"store": float(interval)}).total
-    assert 1 - result.goodput == pytest.approx(expected, rel=0.04)
+    assert 1 - result.goodput == pytest.approx(expected, rel=0.06)
 
 
 # --- what policies do ---

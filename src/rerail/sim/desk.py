@@ -215,8 +215,3 @@ class Desk:
         self._cluster.isolated = {**passing, **found}
         if passing and self._cluster.homeless():
             self._cluster.isolated = found
-
-    @property
-    def quarantined(self) -> int:
-        """Things that are out of use now."""
-        return len(self._handling.ledger.quarantine)

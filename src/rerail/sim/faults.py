@@ -112,7 +112,7 @@ def _fault(scenario: Scenario, kind: Kind, at: float, node: int, stream: random.
     mean = {"reboot": scenario.reboot_s, "replace": scenario.replace_s, "outage": scenario.outage_s}.get(needs, 0.0)
     device, luck, silence = stream.randrange(scenario.per_node), stream.random(), stream.random()
     repair_s, many = stream.expovariate(1.0) * mean, stream.randint(scenario.batch_least, scenario.batch_most)
-    seen = seen_as(code, kind.scope, kind.seen)
+    seen = seen_as(code, kind.seen)
     return Fault(
         number=0,
         at=at,

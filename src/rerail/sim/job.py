@@ -26,10 +26,8 @@ from rerail.sim.signals import JOB, Scene, back, seen
 from rerail.sim.stopwatch import Stopwatch
 from rerail.sim.training import LOST, NOBODY, Training
 
-NODE_SHARE = 0.22
-"""Of faults of hardware, those that take a whole node: Llama 3's counts."""
 PRIOR = 10
-"""Faults that this counts for before any were seen."""
+"""Faults that the published share of lost nodes counts for."""
 MOVED = 1.25
 """How much rates must have changed before saves are planned anew."""
 OFTEN = 8
@@ -58,11 +56,11 @@ class Job:
         self.env = simpy.Environment()
         self.cluster = Cluster(scenario)
         self.desk = Desk(scenario, plan, self.cluster)
-        rates = usual_rates(scenario, NODE_SHARE)
+        rates = usual_rates(scenario)
         self.training = Training(scenario.step_s, plan.tiers(scenario), plan_of(plan, scenario, rates))
         self.repair = Repair(scenario, plan, self.cluster, self.desk, self.training)
         self.watch = Stopwatch(self.env, self.training.losses)
-        self._planned_for = rates
+        self._usual = self._planned_for = rates
         self._inbox: list[Hit] = []
         self._started, self._generation = 0.0, 0
         self._interrupted: list[float] = []
@@ -269,8 +267,9 @@ class Job:
         ):
             return
         gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
-        total = estimate(gaps, self.watch.now - times[-1], self._planned_for.process + self._planned_for.node).per_s
-        node = (self._of_nodes + PRIOR * NODE_SHARE) / (len(times) + PRIOR)
+        usual = self._usual.process + self._usual.node
+        total = estimate(gaps, self.watch.now - times[-1], usual).per_s
+        node = (self._of_nodes + PRIOR * self._usual.node / usual) / (len(times) + PRIOR)
         rates = Rates(process=total * (1 - node), node=total * node)
         before = self._planned_for
         changes = (rates.process / before.process, rates.node / before.node)

@@ -51,12 +51,18 @@ def classifier() -> Classifier:
     return Classifier(Levels.of(Settings()).catalog())
 
 
+def node_share() -> float:
+    """Of faults of hardware, those that take whole nodes."""
+    hardware = [kind for kind in kinds() if kind.scope != "job"]
+    return sum(kind.count for kind in hardware if kind.scope != "device") / sum(kind.count for kind in hardware)
+
+
 def titles() -> dict[str, str]:
     """Names of kinds as people read them."""
     return {**{kind.name: kind.title for kind in kinds()}, TRACE: "other faults of the trace", "planned": "planned"}
 
 
-def seen_as(code: str, scope: str, seen: str) -> str:
+def seen_as(code: str, seen: str) -> str:
     """Codes of rerail's own show in their own way, whatever the kind."""
     own = {"script.raised": "raised", "process.crashed": "exit", "process.hung": "hang", "node.lost": "exit"}
     return own.get(code, seen)
@@ -76,7 +82,7 @@ def shape_of(code: str, where: str = "") -> Shape:
     for kind in kinds():
         for own, _, needs in kind.codes:
             if own == code and not (code == "node.lost" and kind.scope == "batch"):
-                return Shape(kind=kind.name, scope=kind.scope, seen=seen_as(code, kind.scope, kind.seen), needs=needs)
+                return Shape(kind=kind.name, scope=kind.scope, seen=seen_as(code, kind.seen), needs=needs)
     known = classifier().catalog
     fault = known.get(code)
     if fault is None:

@@ -18,6 +18,7 @@ from rerail.flow import Cost, Rung
 from rerail.planner.model import Hazard, Problem, Tier
 from rerail.planner.optimise import best
 from rerail.sim.faults import Fault
+from rerail.sim.kinds import node_share
 from rerail.sim.scenario import SNAPSHOT_GB, Scenario
 from rerail.wording import guess
 
@@ -272,9 +273,9 @@ def plan_of(plan: Plan, scenario: Scenario, rates: Rates) -> dict[str, float]:
     return {**{name: max(1.0, seconds / scenario.step_s) for name, seconds in planned.items()}, **found}
 
 
-def usual_rates(scenario: Scenario, node_share: float) -> Rates:
+def usual_rates(scenario: Scenario) -> Rates:
     """Before anything is seen: what is published, all kinds."""
     hardware = scenario.faults / 1000 / 86_400 * scenario.gpus
     total = max(hardware + scenario.software_per_day / 86_400, 1e-12)
-    node = min(hardware * node_share, total)
+    node = min(hardware * node_share(), total)
     return Rates(process=max(total - node, 1e-12), node=max(node, 1e-12))
