@@ -205,6 +205,13 @@ def test_a_second_fault_during_a_repair_belongs_to_it() -> None:
     assert alone.mttr_s < both.mttr_s < 2 * alone.mttr_s
 
 
+def test_what_comes_back_from_repair_interrupts_nobody() -> None:
+    quiet = msgspec.structs.replace(MID, attempt_fails=0.0)
+    first = one(1000.0, "process.crashed", "device", "exit", "process", node=3, device=1)
+    idle = one(500.0, "node.lost", "node", "exit", "reboot", node=130, repair_s=505.0)
+    assert run(quiet, RERAIL, [first, idle]).mttr_s == run(quiet, RERAIL, [first]).mttr_s
+
+
 def test_more_echoes_change_nothing() -> None:
     few, many = (msgspec.structs.replace(MID, days=2.0, echoes=echoes) for echoes in (16, 400))
     faults = generate(few, 3)

@@ -15,6 +15,7 @@ import simpy
 from rerail.decide.axes import Running
 from rerail.flow import Cost, Diagnosis, Report, Rung, new_id
 from rerail.planner.rates import estimate
+from rerail.runtime.incident import NEWCOMERS
 from rerail.sim.cluster import LASTING, Cluster
 from rerail.sim.desk import Desk
 from rerail.sim.faults import PLANNED as PLANNED_FAULT
@@ -122,7 +123,7 @@ class Job:
         yield self.env.timeout(fault.repair_s)
         self.cluster.mend(fault)
         self.desk.repaired(fault)
-        self.watch.ring()  # somebody may be waiting for a place, or have an empty seat
+        self.watch.came_back()
 
     # --- the flow ---
 
@@ -131,7 +132,7 @@ class Job:
             self.training.begin(self.watch.now, 1 - len(self.cluster.vacant) / self.scenario.gpus)
             while not (self._inbox or (self.cluster.vacant and self.cluster.fillable())):
                 self.watch.rearm()
-                yield self.watch.bell
+                yield self.watch.bell | self.watch.returned
             self.watch.rearm()
             began = self.watch.now
             if self._inbox and self._inbox[0].fault.kind == PLANNED_FAULT:
@@ -166,12 +167,12 @@ class Job:
             return
         incident = Incident(cause=hit.fault.kind if hit is not None else NOBODY, began=self.watch.now)
         decision = self.desk.decide(diagnosis, {}, self.watch.now)
-        incident.attempts = 1
-        done = yield from self.repair.carry_out(decision, incident, self.watch, self._scene(()))
-        if done:
-            self.rungs[decision.rung] += 1
-        elif not self._inbox:
-            yield from self.watch.spend(T1, incident.cause, 1.0)  # and again, from where things stand
+        for incident.attempts in range(1, NEWCOMERS + 1):
+            if (yield from self.repair.carry_out(decision, incident, self.watch, self._scene(()))):
+                self.rungs[decision.rung] += 1
+                return
+            if self._inbox or incident.newcomers_lost:
+                return  # training goes on from where things stand
 
     def _recover(self, began: float) -> Flow:
         """Until training goes on, whatever else comes meanwhile."""

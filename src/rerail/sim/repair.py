@@ -85,6 +85,10 @@ class Repair:
 
     def _places(self, decision: Decision, incident: Incident, watch: Stopwatch, times: Cost) -> Waits:
         """Ranks take their places; a place that is broken, though nobody knew, costs a newcomer."""
+        if decision.rung in (Rung.GROW, Rung.HOT_SWITCH):
+            wanted = {rank: decision.moves.get(rank, self._cluster.places[rank]) for rank in decision.ranks}
+            if bad := [place for place in wanted.values() if not self._cluster.works(place)]:
+                return (yield from self._in_vain(bad, incident, watch, times))
         self._uproot(decision.moves, incident)
         self._cluster.move(decision.moves)
         if decision.rung is Rung.SHRINK:
@@ -100,6 +104,14 @@ class Repair:
             incident.tried[decision.rung] = f"{incident.newcomers_lost} replacements died while they were built"
             for rank in bad:
                 self._desk.suspect(self._cluster.places[rank], "replacements died there")
+        return False
+
+    def _in_vain(self, bad: Iterable[Place], incident: Incident, watch: Stopwatch, times: Cost) -> Waits:
+        """Nobody had to leave for it: all stay as they were."""
+        yield from watch.spend(T1, incident.cause, times.t1)
+        incident.newcomers_lost += 1
+        for place in bad:
+            self._desk.suspect(place, "a newcomer died there")
         return False
 
     def _uproot(self, moves: dict[int, Place], incident: Incident) -> None:
@@ -121,9 +133,9 @@ class Repair:
         return True
 
     def _unlucky(self, incident: Incident) -> bool:
-        number = incident.faults[0].number if incident.faults else 0
-        luck = random.Random(f"{number}:{incident.attempts}:{incident.cause}").random()
-        return luck < self._scenario.attempt_fails
+        first = incident.faults[0] if incident.faults else None
+        drawn = (first.number, first.luck) if first is not None else incident.cause
+        return random.Random(f"{drawn}:{incident.attempts}").random() < self._scenario.attempt_fails
 
     # --- a restart of all ---
 
@@ -131,9 +143,7 @@ class Repair:
         wanting = incident.lost | incident.hit | self._cluster.vacant
         while not self._settle(wanting, incident):
             watch.rearm()
-            yield from watch.until(WAITING, incident.cause, watch.bell)
-            if not self._cluster.vacant >= wanting:
-                wanting |= self._cluster.vacant
+            yield from watch.until(WAITING, incident.cause, watch.bell | watch.returned)
         watch.rearm()
         times = self._plan.times(self._scenario, Rung.RESTART_ALL)
         for stage, seconds in ((T1, times.t1), (T2, times.t2)):

@@ -22,6 +22,8 @@ class Stopwatch:
         self.env, self._losses = env, losses
         self.bell = env.event()
         """Rings when something happens that the job has to look at."""
+        self.returned = env.event()
+        """Something is back from repair; no reason to interrupt anybody."""
         self._under_way: tuple[str, str, float] | None = None
 
     @property
@@ -33,10 +35,17 @@ class Stopwatch:
         if not self.bell.triggered:
             self.bell.succeed()
 
+    def came_back(self) -> None:
+        """Tell whoever waits for places."""
+        if not self.returned.triggered:
+            self.returned.succeed()
+
     def rearm(self) -> None:
         """What has rung was heard."""
         if self.bell.triggered:
             self.bell = self.env.event()
+        if self.returned.triggered:
+            self.returned = self.env.event()
 
     def spend(self, stage: str, cause: str, seconds: float, *, deaf: bool = False) -> Waits:
         """Time passes; True if all of it has, False if the bell rang before."""
