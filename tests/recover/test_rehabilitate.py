@@ -47,7 +47,7 @@ def test_survivors_keep_what_they_have() -> None:
     assert isinstance(found, Choice) and found.version == 33
     assert {n: source.kind for n, source in found.sources.items()} == {0: "own", 1: "own", 2: "stale", 3: "own"}
     assert found.sources[2].at == 20
-    assert found.healing == Healing(judge=0, loss=1.0, spread=0.1, target=20, until=46)
+    assert found.healing == Healing(judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46)
 
 
 def test_one_that_is_a_step_behind_keeps_its_own() -> None:

@@ -87,6 +87,7 @@ def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -
         loss=level,
         spread=spread,
         target=exact.version,
+        since=version,
         until=version + max(WINDOW, version - exact.version),
     )
     return Choice(version=version, sources=sources, healing=healing)

@@ -53,6 +53,8 @@ class Healing(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
     target: int
     """The version to go back to; its snapshots are kept until then."""
+    since: int = -1
+    """The version that all went on from."""
     until: int
 
 

@@ -11,6 +11,10 @@ from statistics import median
 
 from rerail.runtime.plans import WINDOW, Healing
 
+SOON = 3
+"""Losses after which a leap is taken for one."""
+FAR = 3.0
+"""Times their scatter: what losses differ by without any reason."""
 LATE = 8
 """Steps for which the snapshot is kept beyond the end: no rank is that far ahead of the judge."""
 
@@ -44,8 +48,10 @@ class Healer:
     def judged(self, rank: int, version: int, losses: Sequence[tuple[int, float]]) -> tuple[bool, str, int] | None:
         """Whether it has healed, in words, and where all would go back to. None: it is too early, or another rank's affair."""
         healing = self._healing
-        if healing is None or healing.judge != rank or version < healing.until:
+        if healing is None or healing.judge != rank:
             return None
+        if version < healing.until:
+            return self._leapt(healing, version, losses)
         found = level([loss for _, loss in losses])
         if found is None:
             return None
@@ -53,3 +59,23 @@ class Healer:
         healed = found[0] <= healing.loss + max(healing.spread, found[1])
         text = f"loss {found[0]:.4g} at step {version}, {healing.loss:.4g} before"
         return healed, text, healing.target
+
+    def _leapt(
+        self, healing: Healing, version: int, losses: Sequence[tuple[int, float]]
+    ) -> tuple[bool, str, int] | None:
+        """Whether the training is worse now than where all would go back to: then there is nothing to wait for."""
+        newest = [loss for at, loss in losses if at >= healing.since >= 0]
+        there = [loss for at, loss in losses if abs(at - healing.target) <= WINDOW and at < healing.since]
+        if len(newest) < SOON or len(there) < WINDOW // 2:
+            return None
+        middle = median(there)
+        scatter = max(healing.spread, 1.5 * median(abs(loss - middle) for loss in there))
+        now = median(newest[-SOON:])
+        if now <= max(middle, healing.loss) + FAR * scatter:
+            return None
+        self._healing = None
+        return (
+            False,
+            f"loss {now:.4g} at step {version}, worse than the {middle:.4g} at step {healing.target}",
+            healing.target,
+        )
