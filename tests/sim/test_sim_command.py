@@ -50,6 +50,7 @@ def test_sweeps_are_tables_and_lines(capsys, tmp_path: Path) -> None:
     command = [*SMALL, "--policies", "hourly,rerail", "--sweep", "faults=0,50,500", "--html", str(page)]
     assert main(command) == 0
     out = capsys.readouterr().out.splitlines()
+    assert out[0] == "node8: goodput by faults, one seed"
     assert out[2].split()[-2:] == ["hourly", "rerail"]
     assert [line.split()[0] for line in out[3:6]] == ["0", "50", "500"]
     text = page.read_text()

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         with _progress(len(plans) * len(seeds)) as tell:
             results = compare(made, plans, seeds, trace, tell)
     assumed = assumptions(made, base, given)
-    title = text.heading(made, len(seeds), args.trace or (base.name if base is not None else "simulation"))
+    origin = args.trace or (base.name if base is not None else "simulation")
+    title = text.heading(made, len(seeds), origin, found.key if found is not None else "")
     if args.html:
         _write(args.html, page.results_page(title, results, found, assumed))
     print(_as_json(results, found, assumed) if args.json else _as_text(title, results, found, assumed, base))

@@ -51,10 +51,12 @@ def title_of(name: str) -> str:
     return next((one.title for one in POLICIES if one.name == name), name)
 
 
-def heading(scenario: Scenario, seeds: int, origin: str) -> str:
-    """What was simulated."""
+def heading(scenario: Scenario, seeds: int, origin: str, swept: str = "") -> str:
+    """What was simulated; `swept` is the key that has several values."""
     runs = f"{seeds} seeds, medians" if seeds > 1 else "one seed"
     spare = f" and {scenario.spare_nodes:,} spare nodes" if scenario.spare_nodes else ""
+    if swept:
+        return f"{origin}: goodput by {swept}, {runs}"
     return f"{origin}: {scenario.gpus:,} devices{spare}, {scenario.days:g} days, {runs}"
 
 
