@@ -164,6 +164,18 @@ def test_without_a_spare_all_wait_until_the_node_is_back() -> None:
     assert elastic.goodput > result.goodput
 
 
+def test_empty_seats_are_not_filled_again_and_again_where_nothing_is_repaired() -> None:
+    alone = msgspec.structs.replace(MID, spare_nodes=0, attempt_fails=0.0, elastic=True)
+    silent = {"node": 3, "device": 1, "silent_root": True, "repair_s": 200_000.0}
+    faults = [
+        one(1000.0, "gpu.xid.79", "device", "explicit", "replace", **silent),
+        one(5000.0, "node.lost", "node", "exit", "reboot", node=9, repair_s=900.0, number=1),
+    ]
+    result = run(alone, RERAIL, faults)
+    assert sum(result.rungs.values()) < 10
+    assert result.goodput > 0.98
+
+
 def test_a_broken_device_that_says_nothing_is_left_in_the_end() -> None:
     faults = [
         one(1000.0, "gpu.xid.79", "device", "explicit", "replace", node=3, device=1, silent_root=True, repair_s=1e9)

@@ -33,6 +33,12 @@ class Cluster:
         self._holder: dict[Place, int] = {}
         self._away: dict[str, int] = {}
         self._broken: dict[Place, int] = {}
+        self._mended: dict[str, int] = {}
+        """How often something of a node came back from repair."""
+        self._left: dict[int, int] = {}
+        """The same when a seat was left empty: its own place is of no use before there is something new."""
+        self.doubted: set[Place] = set()
+        """Where newcomers have died, until something is repaired there."""
         self._arrival = {name: number for number, name in enumerate(self.names)}
         self._arrivals = self.nodes
         self._open: dict[str, set[int]] = {}
@@ -75,6 +81,9 @@ class Cluster:
 
     def mend(self, fault: Fault) -> None:
         """What it had broken is whole; a node that is back waits behind the others."""
+        for name in self.nodes_of(fault):
+            self._mended[name] = self._mended.get(name, 0) + 1
+            self.doubted = {place for place in self.doubted if place.node != name}
         if fault.scope == "device":
             _less(self._broken, Place(self.names[fault.node], fault.device))
             return
@@ -112,7 +121,8 @@ class Cluster:
         for name in order:
             if name in self._away or Place(name, WHOLE_NODE) in self.isolated or (others >= wanted and name not in own):
                 continue
-            here = [place for d in sorted(self._open[name]) if (place := Place(name, d)) not in self.isolated]
+            places = [Place(name, device) for device in sorted(self._open[name])]
+            here = [place for place in places if place not in self.isolated and place not in self.doubted]
             found += here
             others += len(here) if name not in own else 0
         return tuple(found)
@@ -136,6 +146,7 @@ class Cluster:
         for rank in ranks:
             self._leave(rank)
             self.vacant.add(rank)
+            self._left[rank] = self._mended.get(self.places[rank].node, 0)
 
     def fill(self, ranks: Iterable[int]) -> None:
         """Those without another place go back to their own."""
@@ -145,11 +156,15 @@ class Cluster:
 
     def fillable(self) -> tuple[int, ...]:
         """Empty seats whose place is usable, or for which there is another one."""
-        own = [rank for rank in sorted(self.vacant) if not self.bar(rank) and self.places[rank] not in self._holder]
+        own = [rank for rank in sorted(self.vacant) if not self.bar(rank) and self._may_return(rank)]
         others = [rank for rank in sorted(self.vacant) if self.bar(rank)]
         taken = {self.places[rank] for rank in own}
         free = [place for place in self.free(len(self.vacant) + len(own)) if place not in taken] if others else []
         return tuple(sorted([*own, *others[: len(free)]]))
+
+    def _may_return(self, rank: int) -> bool:
+        place = self.places[rank]
+        return place not in self._holder and self._mended.get(place.node, 0) > self._left[rank]
 
     def _leave(self, rank: int) -> None:
         place = self.places[rank]

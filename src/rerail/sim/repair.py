@@ -88,7 +88,7 @@ class Repair:
         if decision.rung in (Rung.GROW, Rung.HOT_SWITCH):
             wanted = {rank: decision.moves.get(rank, self._cluster.places[rank]) for rank in decision.ranks}
             if bad := [place for place in wanted.values() if not self._cluster.works(place)]:
-                return (yield from self._in_vain(bad, incident, watch, times))
+                return (yield from self._in_vain(bad, decision.ranks, incident, watch, times))
         self._uproot(decision.moves, incident)
         self._cluster.move(decision.moves)
         if decision.rung is Rung.SHRINK:
@@ -106,12 +106,14 @@ class Repair:
                 self._desk.suspect(self._cluster.places[rank], "replacements died there")
         return False
 
-    def _in_vain(self, bad: Iterable[Place], incident: Incident, watch: Stopwatch, times: Cost) -> Waits:
+    def _in_vain(
+        self, bad: Iterable[Place], ranks: Iterable[int], incident: Incident, watch: Stopwatch, times: Cost
+    ) -> Waits:
         """Nobody had to leave for it: all stay as they were."""
         yield from watch.spend(T1, incident.cause, times.t1)
         incident.newcomers_lost += 1
-        for place in bad:
-            self._desk.suspect(place, "a newcomer died there")
+        self._cluster.doubted |= set(bad)
+        self._cluster.empty(self._cluster.vacant & set(ranks))  # not to be tried again before something is repaired
         return False
 
     def _uproot(self, moves: dict[int, Place], incident: Incident) -> None:
