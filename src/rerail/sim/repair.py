@@ -87,8 +87,8 @@ class Repair:
         """Ranks take their places; a place that is broken, though nobody knew, costs a newcomer."""
         if decision.rung in (Rung.GROW, Rung.HOT_SWITCH):
             wanted = {rank: decision.moves.get(rank, self._cluster.places[rank]) for rank in decision.ranks}
-            if bad := [place for place in wanted.values() if not self._cluster.works(place)]:
-                return (yield from self._in_vain(bad, decision.ranks, incident, watch, times))
+            if useless := [place for place in wanted.values() if not self._cluster.works(place)]:
+                return (yield from self._in_vain(useless, decision.ranks, incident, watch, times))
         self._uproot(decision.moves, incident)
         self._cluster.move(decision.moves)
         if decision.rung is Rung.SHRINK:
