@@ -33,6 +33,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     summary: str = "the job ended before it was over"
     rung: str = ""
+    """What was done; empty: nothing had to be."""
     ok: bool = False
     over: bool = False
     """False: the job ended, or stands, before it was."""
@@ -79,7 +80,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     mtbf_s: float | None
     """Mean time between faults: the wall time over their number."""
     mttr_s: float | None
-    """Mean time to repair: from a fault to the first new step, as far as it held up the training."""
+    """Mean time to repair: from a fault to the first new step, over the faults that held up the training and were repaired."""
     checkpoints: int
     """Versions that were saved."""
     checkpoint_s: float | None
@@ -112,12 +113,14 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
 def accounts(journal: Journal, job: str) -> Accounts | None:
     """Of the whole job so far; None: the journal holds nothing yet."""
     samples, marks = journal.history()
-    runs = runs_of(samples, marks, journal.ends())
+    reports = _of(journal.records(kind="report"), Report)
+    openings = journal.openings()
+    moments = [*(journal.ends() or ()), *openings.values(), *(one.at for one in reports)]
+    runs = runs_of(samples, marks, (min(moments), max(moments)) if moments else None)
     if not runs:
         return None
-    reports = _of(journal.records(kind="report"), Report)
     recoveries = {one.id: one for one in _of(journal.records(kind="recovery"), Recovery)}
-    stops = interruptions(journal.openings(), {one.incident: one for one in reports}, recoveries, runs)
+    stops = interruptions(openings, {one.incident: one for one in reports}, recoveries, runs)
     pieces = partition(runs, stops, windows_of(samples))
     saved = {one.step for one in journal.records(kind="signal", holding=SAVED) if isinstance(one, Signal)}
     incidents = _incidents(stops, reports, pieces)
@@ -139,7 +142,7 @@ def _summed(
     begin, end = runs[0].begin, max(run.end for run in runs)
     wall, trained = max(0.0, end - begin), any(run.trained is not None for run in runs)
     faults = [one for one in incidents if one.fault]
-    repaired = [one.total_s for one in faults if one.ok and one.over]
+    repaired = [one.total_s for one in faults if one.ok and one.total_s > 0]
     told = sum(one.told for one in samples)
     step = sum((one.data + one.compute + one.communication + one.checkpoint) * one.told for one in samples)
     code = next((one.detail for one in reversed(marks) if one.kind is MarkKind.END), "") if runs[-1].closed else ""
@@ -190,7 +193,7 @@ def _incident(number: int, stop: Stop | None, report: Report | None, parts: dict
         at=stop.begin if stop is not None else report.at - report.cost.detect,
         code=report.code,
         summary=report.summary,
-        rung=report.rung.value,
+        rung=report.rung.value if stop is not None else "",
         ok=report.ok,
         over=True,
         ranks=report.ranks,

@@ -118,7 +118,7 @@ def partition(runs: Sequence[Run], stops: Sequence[Stop], windows: Sequence[Wind
     if not base:
         return []
     once = list(_once(stops, base[0].begin, base[-1].end))
-    return list(_joined(_shared(_joined(_repaid(_laid_over(base, once), stops)), windows)))
+    return list(joined(_shared(joined(_repaid(_laid_over(base, once), stops)), windows)))
 
 
 def _undisturbed(runs: Sequence[Run], stops: Sequence[Stop]) -> Iterator[Piece]:
@@ -237,7 +237,7 @@ def _split(begin: float, end: float, window: Window) -> Iterator[Piece]:
     yield Piece(saved, end, Cause.CHECKPOINT)
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Without what is empty, and with neighbours of one cause as one."""
     last: Piece | None = None
     for piece in pieces:

@@ -21,7 +21,7 @@ def runs_of(samples: Sequence[Sample], marks: Sequence[Mark], records: tuple[flo
             lives.append([])
         lives[-1].append(mark)
     if not lives:  # written by a rerail that kept no such things
-        return [Run(records[0], max(records), silent=True, closed=False)] if records is not None else []
+        return [Run(*records, silent=True, closed=False)] if records is not None else []
     found = []
     for place, life in enumerate(lives):
         begin = life[0].at
