@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,6 +199,22 @@ def test_runs_takeovers_and_what_lies_between() -> None:
     assert (first.begin, first.end, first.trained, first.closed) == (BEGIN, BEGIN + 1000, BEGIN + 100, True)
     assert (second.end, second.closed, second.trained, second.silent) == (BEGIN + 2600, False, None, True)
     assert runs_of([], [], None) == []
+
+
+def test_a_second_run_from_an_older_checkpoint(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / FILE_NAME)
+    later = [
+        msgspec.structs.replace(one, at=one.at + 2000, moved=one.moved + 2000, step=one.step + 780)
+        for one in samples(210)
+    ]
+    again = [Mark(BEGIN + 2000, MarkKind.BEGIN), Mark(BEGIN + 2100, MarkKind.TRAINED, "960")]
+    journal.append([], {}, [*samples(), *later], [*MARKS, *again])
+    found = accounts(journal, "j")
+    journal.close()
+    assert found is not None and (found.runs, found.exit_code) == (2, None)
+    assert (found.lost_steps, found.steps) == (990 - 960, 890 + 100 - 30)
+    assert found.parts[Cause.LOST] == pytest.approx(30) and found.parts[Cause.OFF] == pytest.approx(1000)
+    assert sum(found.parts.values()) == pytest.approx(found.wall_s) == pytest.approx(2200)
 
 
 def test_a_controller_that_was_lost_while_all_trained_on_costs_nothing(tmp_path: Path) -> None:

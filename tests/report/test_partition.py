@@ -23,7 +23,8 @@ def runs(draw: st.DrawFn) -> list[Run]:
         end = begin + draw(st.floats(0, 2000))
         trained = draw(st.none() | st.floats(begin - 5, end + 5))
         progress = draw(st.none() | st.floats(begin - 5, end + 5))
-        found.append(Run(begin, end, trained, progress, draw(st.booleans()), draw(st.booleans())))
+        flags = {"silent": draw(st.booleans()), "closed": draw(st.booleans())}
+        found.append(Run(begin, end, trained, progress, **flags, lost=draw(st.just(0.0) | seconds)))
         now = end
     return found
 
@@ -48,7 +49,7 @@ windows = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(runs(), stops(), windows)
 def test_the_pieces_add_up_to_the_wall_time_whatever_the_journal_holds(
     lives: list[Run], held: list[Stop], trained: list[Window]
@@ -60,7 +61,8 @@ def test_the_pieces_add_up_to_the_wall_time_whatever_the_journal_holds(
     assert all(first.end == second.begin for first, second in itertools.pairwise(pieces)), "a gap, or an overlap"
     total = math.fsum(piece.seconds for piece in pieces)
     assert abs(total - (end - begin)) <= 0.005 * (end - begin) + 1e-5
-    assert all((piece.cause in PHASES) == (piece.incident > 0) for piece in pieces)
+    assert all(piece.cause in PHASES for piece in pieces if piece.incident)
+    assert all(piece.incident or piece.cause is Cause.LOST for piece in pieces if piece.cause in PHASES)
     for stop in held:
         lost = math.fsum(one.seconds for one in pieces if one.incident == stop.incident and one.cause is Cause.LOST)
         assert lost <= stop.lost + 1e-4, "no more is computed again than was lost"
@@ -103,6 +105,12 @@ def test_lost_work_that_the_next_fault_interrupts_is_computed_after_it() -> None
         (320, 322, Cause.LOST, 1),
         (322, 990, Cause.TRAINING, 0),
     ]
+
+
+def test_a_run_that_begins_with_an_older_version_computes_again_what_an_earlier_one_had() -> None:
+    again = Run(1010.0, 1100.0, trained=1020.0, progress=1100.0, repeated=6, lost=30.0)
+    found = [(one.begin, one.end, one.cause) for one in partition([JOB, again], [], [])]
+    assert found[-3:] == [(1010, 1020, Cause.STARTUP), (1020, 1050, Cause.LOST), (1050, 1100, Cause.TRAINING)]
 
 
 def test_recoveries_that_overlap_are_counted_once() -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from rerail.flow import AnyRecord, Recovery, Report, Signal
 from rerail.report.partition import PHASES, Cause, Piece, Run, Stop, partition
-from rerail.report.spells import interruptions, runs_of, windows_of
+from rerail.report.spells import interruptions, mean_step, runs_of, windows_of
 from rerail.runtime.journal import Journal
 from rerail.runtime.samples import Mark, MarkKind, Sample
 
@@ -73,7 +73,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None
     """New steps completed."""
     lost_steps: int
-    """Steps that had been completed and were computed again."""
+    """Steps that had been completed and were computed again, also because a new run began with an older version."""
     step_s: float | None
     """Mean seconds of a step."""
     faults: int
@@ -143,8 +143,7 @@ def _summed(
     wall, trained = max(0.0, end - begin), any(run.trained is not None for run in runs)
     faults = [one for one in incidents if one.fault]
     repaired = [one.total_s for one in faults if one.ok and one.total_s > 0]
-    told = sum(one.told for one in samples)
-    step = sum((one.data + one.compute + one.communication + one.checkpoint) * one.told for one in samples)
+    repeated = sum(run.repeated for run in runs)
     code = next((one.detail for one in reversed(marks) if one.kind is MarkKind.END), "") if runs[-1].closed else ""
     return Accounts(
         job=job,
@@ -155,9 +154,9 @@ def _summed(
         takeovers=sum(one.kind is MarkKind.TAKEOVER for one in marks),
         parts=parts,
         ettr=parts[Cause.TRAINING] / wall if trained and wall > 0 else None,
-        steps=sum(one.steps for one in samples) if trained else None,
-        lost_steps=sum(one.lost_steps for one in incidents),
-        step_s=step / told if told else None,
+        steps=max(0, sum(one.steps for one in samples) - repeated) if trained else None,
+        lost_steps=sum(one.lost_steps for one in incidents) + repeated,
+        step_s=mean_step(samples),
         faults=len(faults),
         mtbf_s=wall / len(faults) if faults else None,
         mttr_s=sum(repaired) / len(repaired) if repaired else None,

@@ -42,7 +42,7 @@ STYLE = (
     "svg .title{font-size:14px;font-weight:600}.grid{stroke-width:1}.mark{stroke-width:1;stroke-dasharray:3 3;opacity:.45}"
     ".line{fill:none;stroke-width:1.8}"
     "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}td,th{padding:3px 10px;text-align:right;"
-    "border-bottom:1px solid #8884}td.l,th.l{text-align:left}.note{opacity:.75;font-size:13px}.scroll{overflow-x:auto}"
+    "border-bottom:1px solid #8884}td.l,th.l{text-align:left}td:not(.l),td:first-child{white-space:nowrap}.note{opacity:.75;font-size:13px}.scroll{overflow-x:auto}"
     f"{LIGHT}@media(prefers-color-scheme:dark){{{DARK}}}"
 )
 

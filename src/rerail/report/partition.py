@@ -79,6 +79,10 @@ class Run:
     """No rank ever told a step, nor that it would."""
     closed: bool = True
     """Its end was written down; else it runs still, or was killed."""
+    repeated: int = 0
+    """Steps that an earlier run had completed, and this one begins with again."""
+    lost: float = 0.0
+    """Seconds of them."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,9 @@ def partition(runs: Sequence[Run], stops: Sequence[Stop], windows: Sequence[Wind
     if not base:
         return []
     once = list(_once(stops, base[0].begin, base[-1].end))
-    return list(joined(_shared(joined(_repaid(_laid_over(base, once), stops)), windows)))
+    debts = [(one.end, one.incident, _owed(one)) for one in stops]
+    debts += [(run.trained, 0, run.lost) for run in runs if run.trained is not None and run.lost > 0]
+    return list(joined(_shared(joined(_repaid(_laid_over(base, once), debts)), windows)))
 
 
 def _undisturbed(runs: Sequence[Run], stops: Sequence[Stop]) -> Iterator[Piece]:
@@ -167,9 +173,12 @@ def _laid_over(base: Sequence[Piece], cover: Sequence[Piece]) -> Iterator[Piece]
         yield replace(piece, begin=now)
 
 
-def _repaid(pieces: Iterable[Piece], stops: Sequence[Stop]) -> Iterator[Piece]:
-    """Steps that follow a loss are that loss until it is made good, also across the next interruption."""
-    debts = sorted(((one.end, one.incident, _owed(one)) for one in stops), reverse=True)
+def _repaid(pieces: Iterable[Piece], debts: Sequence[tuple[float, int, float]]) -> Iterator[Piece]:
+    """Steps that follow a loss are that loss until it is made good, also across the next interruption.
+
+    A debt: from when on, whose (0: that of an earlier run), and how many seconds.
+    """
+    debts = sorted(debts, reverse=True)
     owed: list[tuple[int, float]] = []
     for piece in pieces:
         while debts and debts[-1][0] <= piece.begin:

@@ -28,22 +28,36 @@ def runs_of(samples: Sequence[Sample], marks: Sequence[Mark], records: tuple[flo
         until = lives[place + 1][0].at if place + 1 < len(lives) else float("inf")
         told = [one for one in samples if begin <= one.at < until]
         newest = records[1] if records is not None and place + 1 == len(lives) else begin
-        found.append(_run(life, told, min(newest, until)))
+        found.append(
+            _run(life, told, min(newest, until), max((one.step for one in samples if one.at < begin), default=-1))
+        )
     return found
 
 
-def _run(life: Sequence[Mark], told: Sequence[Sample], newest: float) -> Run:
+def _run(life: Sequence[Mark], told: Sequence[Sample], newest: float, reached: int) -> Run:
+    """`newest`: when the last record was made; `reached`: the highest version of earlier runs."""
     begin, last = life[0].at, life[-1]
+    trained = next((one for one in life if one.kind is MarkKind.TRAINED), None)
+    repeated = max(0, reached - int(trained.detail)) if trained is not None and trained.detail.isdecimal() else 0
     closed = last.kind in (MarkKind.END, MarkKind.LEFT)
     end = last.at if closed else max([last.at, newest, *(one.at for one in told)])
     return Run(
         begin=begin,
         end=max(begin, end),
-        trained=next((one.at for one in life if one.kind is MarkKind.TRAINED), None),
+        trained=trained.at if trained is not None else None,
         progress=max((one.moved for one in told if one.steps > 0), default=None),
         silent=not any(one.joined for one in told),
         closed=closed,
+        repeated=repeated,
+        lost=repeated * (mean_step(told) or 0.0),
     )
+
+
+def mean_step(samples: Sequence[Sample]) -> float | None:
+    """Seconds of a step; None where none was told."""
+    told = sum(one.told for one in samples)
+    spent = sum((one.data + one.compute + one.communication + one.checkpoint) * one.told for one in samples)
+    return spent / told if told else None
 
 
 def windows_of(samples: Sequence[Sample]) -> list[Window]:

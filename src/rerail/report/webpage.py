@@ -6,6 +6,7 @@ Called by `cli.report`. The drawings are made by `report.charts`, the tables by 
 from __future__ import annotations
 
 import html
+import statistics
 from collections.abc import Iterable, Sequence
 
 from rerail.report import charts
@@ -95,8 +96,8 @@ def _goodput(told: Accounts, unit: float, since: str) -> str:
 
 def _bins(told: Accounts) -> int:
     """No finer than the samples: within one, shares are known and no moments."""
-    longest = max((one.span_s for one in told.samples), default=0.0)
-    return max(8, min(BINS, int(told.wall_s / longest) if longest > 0 else BINS))
+    usual = statistics.median([one.span_s for one in told.samples] or [0.0])
+    return max(8, min(BINS, int(told.wall_s / usual) if usual > 0 else BINS))
 
 
 def _loss(told: Accounts, unit: float, since: str) -> str:
