@@ -71,7 +71,7 @@ def make(path: Path, incidents: int, records: int) -> None:
         Sample(
             at=BEGIN + width * (n + 1), span_s=width, step=100 * (n + 1), steps=100, moved=BEGIN + width * (n + 1) - 1,
             loss=2 + 8 * math.exp(-n / 1500) + rng.random() * 0.2, data=0.02, compute=2.0, communication=0.4,
-            checkpoint=0.03, told=100, standbys=8.0, spares=2.0, joined=8,
+            checkpoint=0.03, told=100, standbys=8.0, spares=2.0, joined=8, saves=1,
         )
         for n in range(MOST)
     ]  # fmt: skip

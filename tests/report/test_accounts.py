@@ -48,7 +48,7 @@ def samples(until: int = 1000) -> list[Sample]:
     return [
         Sample(
             at=BEGIN + at, span_s=10.0, step=at, steps=10, moved=BEGIN + at, loss=5.0 - at / 500, data=0.1, compute=0.6,
-            communication=0.1, checkpoint=0.2, told=10, standbys=2.0, spares=1.0, joined=2,
+            communication=0.1, checkpoint=0.2, told=10, standbys=2.0, spares=1.0, joined=2, saves=int(at % 300 == 0),
         )
         for at in range(110, until, 10)
     ]  # fmt: skip
@@ -65,9 +65,8 @@ MARKS = [
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RERAIL_HOME", str(tmp_path))
-    saved = [Signal(id=f"c{n}", job="j", at=BEGIN, source="checkpoint.saved", node="n0", step=n // 2) for n in range(6)]
     journal = Journal(tmp_path / "big" / FILE_NAME)
-    journal.append([*told(1, 300), *told(2, 600), *((0, one) for one in saved)], {"exit_code": 0}, samples(), MARKS)
+    journal.append([*told(1, 300), *told(2, 600)], {"exit_code": 0}, samples(), MARKS)
     journal.close()
     return tmp_path / "big"
 

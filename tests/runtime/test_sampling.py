@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rerail.errors import JournalError
+from rerail.flow import Signal
 from rerail.runtime import samples as table
 from rerail.runtime.clock import Metric, Took
 from rerail.runtime.fleet import Agent, Fleet
@@ -75,6 +76,19 @@ def test_standbys_and_spare_places_are_counted(tmp_path: Path) -> None:
     sampler.tick(0.0, 0.0, None)
     ((sample,), _) = sampler.tick(9.0, 9.0, None)
     assert (sample.standbys, sample.spares, sample.joined) == (4, 1, 0)
+
+
+def test_a_checkpoint_counts_once_however_many_tell_of_it() -> None:
+    sampler = Sampler(Fleet())
+    sampler.tick(0.0, 0.0, None)
+    for source, version in (
+        ("checkpoint.saved", 5),
+        ("checkpoint.saved", 5),
+        ("checkpoint.loaded", 6),
+        ("checkpoint.saved", 9),
+    ):
+        sampler.note(Signal(id="s", job="j", at=0.0, source=source, node="n", step=version))
+    assert [sampler.tick(at, at, None)[0][0].saves for at in (2.0, 4.0)] == [2, 0]
 
 
 def test_a_controller_that_takes_over_goes_on_where_the_other_was(tmp_path: Path) -> None:

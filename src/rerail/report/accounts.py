@@ -12,13 +12,12 @@ from typing import TypeVar
 
 import msgspec
 
-from rerail.flow import AnyRecord, Recovery, Report, Signal
+from rerail.flow import AnyRecord, Recovery, Report
 from rerail.report.partition import PHASES, Cause, Piece, Run, Stop, partition
 from rerail.report.spells import interruptions, mean_step, runs_of, windows_of
 from rerail.runtime.journal import Journal
 from rerail.runtime.samples import Mark, MarkKind, Sample
 
-SAVED = '"checkpoint.saved"'
 NO_FAULTS = ("node.back",)
 """Incidents that are none: seats are filled again."""
 _R = TypeVar("_R", Report, Recovery)
@@ -81,7 +80,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time between faults: the wall time over their number."""
     mttr_s: float | None
     """Mean time to repair: from a fault to the first new step, over the faults that held up the training and were repaired."""
-    checkpoints: int
+    checkpoints: int | None
     """Versions that were saved."""
     checkpoint_s: float | None
     """What steps waited for snapshots and checkpoints, all together."""
@@ -122,9 +121,8 @@ def accounts(journal: Journal, job: str) -> Accounts | None:
     recoveries = {one.id: one for one in _of(journal.records(kind="recovery"), Recovery)}
     stops = interruptions(openings, {one.incident: one for one in reports}, recoveries, runs)
     pieces = partition(runs, stops, windows_of(samples))
-    saved = {one.step for one in journal.records(kind="signal", holding=SAVED) if isinstance(one, Signal)}
     incidents = _incidents(stops, reports, pieces)
-    return _summed(job, runs, pieces, incidents, samples, marks, len(saved))
+    return _summed(job, runs, pieces, incidents, samples, marks)
 
 
 def _summed(
@@ -134,7 +132,6 @@ def _summed(
     incidents: list[Incident],
     samples: list[Sample],
     marks: Sequence[Mark],
-    saved: int,
 ) -> Accounts:
     parts = dict.fromkeys(Cause, 0.0)
     for piece in pieces:
@@ -160,7 +157,7 @@ def _summed(
         faults=len(faults),
         mtbf_s=wall / len(faults) if faults else None,
         mttr_s=sum(repaired) / len(repaired) if repaired else None,
-        checkpoints=saved,
+        checkpoints=sum(one.saves for one in samples) if samples else None,
         checkpoint_s=parts[Cause.CHECKPOINT] if trained else None,
         standby_s=sum(one.standbys * one.span_s for one in samples) if samples else None,
         spare_s=sum(one.spares * one.span_s for one in samples) if samples else None,

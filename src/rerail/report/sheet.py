@@ -106,7 +106,7 @@ def as_markdown(told: Accounts) -> str:
 
 def _figures(told: Accounts) -> Table:
     steps = NOT_KNOWN if told.steps is None else f"{told.steps:,}"
-    saves = counted(told.checkpoints, "checkpoint") + " saved"
+    saves = "" if told.checkpoints is None else f"; {counted(told.checkpoints, 'checkpoint')} saved"
     rows = [
         ("wall time", duration(told.wall_s), "from the beginning of the first run to the end of the last"),
         ("ETTR (goodput)", percent(told.ettr), "effective training time ratio: training over wall time"),
@@ -115,7 +115,7 @@ def _figures(told: Accounts) -> Table:
         ("faults", f"{told.faults:,}", "incidents, also those that held up nothing"),
         ("MTBF", _of_faults(told, told.mtbf_s), "mean time between faults: wall time over faults"),
         ("MTTR", _of_faults(told, told.mttr_s), "mean time to repair: from a fault to the first new step, where it held up the training"),
-        ("checkpoint cost", duration(told.checkpoint_s), f"what steps waited for snapshots and checkpoints; {saves}"),
+        ("checkpoint cost", duration(told.checkpoint_s), f"what steps waited for snapshots and checkpoints{saves}"),
         ("standby time", duration(told.standby_s), "warm processes without a place, times the seconds they were held"),
         ("spare time", duration(told.spare_s), "places for ranks that none had, times seconds"),
     ]  # fmt: skip

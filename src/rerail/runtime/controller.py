@@ -136,6 +136,7 @@ class Controller:
                 self._notes.note(0, sighting.signal)  # written down, and no fault
                 self.injections.heard(sighting.signal)
                 self.rollbacks.heard(sighting.signal)
+                self.sampler.note(sighting.signal)
                 continue
             if sighting.signal.source.startswith(HEALTH) and ACT not in sighting.signal.payload:
                 self._notes.add(self.machines.heard(sighting.signal, self.incident))

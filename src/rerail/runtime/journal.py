@@ -122,16 +122,14 @@ class Journal:
             rows = [self._db.execute(query.format(order)).fetchone() for order in ("ASC", "DESC")]
         return (rows[0][0], rows[1][0]) if rows[0] is not None else None
 
-    def records(self, *, kind: str = "", incident: int = -1, holding: str = "") -> list[AnyRecord]:
-        """Records in the order they were written: all, or of one kind or incident, or those whose text holds a word."""
+    def records(self, *, kind: str = "", incident: int = -1) -> list[AnyRecord]:
+        """Records in the order they were written: all, or of one kind or incident."""
         query = "SELECT body FROM records WHERE 1"
-        wanted: list[str | int | bytes] = []
+        wanted: list[str | int] = []
         if kind:
             query, wanted = f"{query} AND kind = ?", [*wanted, kind]
         if incident >= 0:
             query, wanted = f"{query} AND incident = ?", [*wanted, incident]
-        if holding:
-            query, wanted = f"{query} AND instr(body, ?)", [*wanted, holding.encode()]
         with self._reading():
             rows = self._db.execute(f"{query} ORDER BY seq", wanted).fetchall()
             return [_records.decode(body) for (body,) in rows]

@@ -17,7 +17,7 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS samples (
     at REAL NOT NULL, span_s REAL NOT NULL, step INTEGER NOT NULL, steps INTEGER NOT NULL, moved REAL NOT NULL, loss REAL,
     data REAL NOT NULL, compute REAL NOT NULL, communication REAL NOT NULL, checkpoint REAL NOT NULL, told INTEGER NOT NULL,
-    standbys REAL NOT NULL, spares REAL NOT NULL, joined INTEGER NOT NULL
+    standbys REAL NOT NULL, spares REAL NOT NULL, joined INTEGER NOT NULL, saves INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS marks (at REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
@@ -71,6 +71,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Places for ranks that none has."""
     joined: int = 0
     """Ranks that have called `rerail.join()`; 0 in a script that tells nothing of its steps."""
+    saves: int = 0
+    """Versions of which a checkpoint was committed."""
 
 
 def write(db: sqlite3.Connection, samples: Sequence[Sample], marks: Sequence[Mark]) -> None:
@@ -118,6 +120,7 @@ def merged(first: Sample, second: Sample) -> Sample:
         standbys=by_time("standbys"),
         spares=by_time("spares"),
         joined=max(first.joined, second.joined),
+        saves=first.saves + second.saves,
     )
 
 

@@ -1,6 +1,6 @@
 """Turns the agents' beats into samples of the job's time, at a bounded rate, and marks when it begins, trains and ends.
 
-Called by `runtime.controller`: with every beat, and once a turn. Judges nothing: what the time was lost to, or won for, is for
+Called by `runtime.controller`: with every beat, for every checkpoint, and once a turn. Judges nothing: what the time was lost to, or won for, is for
 `report.accounts`.
 """
 
@@ -10,12 +10,14 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from rerail.flow import Signal
 from rerail.runtime.clock import Took
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.journal import Journal
 from rerail.runtime.orders import Beat
 from rerail.runtime.samples import MOST, Mark, MarkKind, Sample
 
+SAVED = "checkpoint.saved"
 PERIOD_S = 1.0
 """Between two samples; twice as long each time the journal has halved them."""
 
@@ -36,6 +38,8 @@ class Sampler:
         """By rank: seconds of data, compute, communication and checkpoint, and how many steps they are the sum of."""
         self._summed: dict[int, int] = {}
         """By rank: the version up to which its steps have been added."""
+        self._saves, self._saved = 0, -1
+        """Checkpoints, and the version of the newest."""
         self._marks: list[Mark] = []
 
     @classmethod
@@ -56,6 +60,11 @@ class Sampler:
         self._rise(max(beat.versions.values(), default=-1), wall)
         for rank, steps in beat.took.items():
             self._add(rank, steps)
+
+    def note(self, signal: Signal) -> None:
+        """A rank tells of a checkpoint; several may tell of the same."""
+        if signal.source == SAVED and signal.step != self._saved:
+            self._saves, self._saved = self._saves + 1, signal.step
 
     def tick(self, now: float, wall: float, exit_code: int | None) -> tuple[list[Sample], list[Mark]]:
         """What is to be written in this turn; mostly nothing."""
@@ -93,8 +102,9 @@ class Sampler:
             standbys=sum(agent.ready for agent in ready),
             spares=max(0, sum(max(agent.devices, agent.slots) for agent in ready) - len(fleet.ranks)),
             joined=sum(rank.joined for rank in fleet.ranks.values()),
+            saves=self._saves,
         )
-        self._since, self._steps, self._moved, self._loss = now, 0, 0.0, None
+        self._since, self._steps, self._moved, self._loss, self._saves = now, 0, 0.0, None, 0
         self._sums.clear()
         self._count += 1
         if self._count > MOST:
