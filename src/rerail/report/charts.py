@@ -214,9 +214,10 @@ def _size(parts: Mapping[str, float], name: str) -> float:
 
 def _marked(marks: Sequence[tuple[float, str]], wide: Scale) -> list[str]:
     """Upright lines; of many, a short stroke each, and one for those that fall together."""
-    foot = HEIGHT - BOTTOM if len(marks) <= MARKS else TOP + 7
-    places = {round(wide.at(at)): (at, word) for at, word in marks}
-    return [f"<g>{_tip(word)}{_line(wide.at(at), TOP, wide.at(at), foot, 'mark')}</g>" for at, word in places.values()]
+    foot = HEIGHT - BOTTOM
+    top = TOP if len(marks) <= MARKS else foot - 7
+    places = {round(wide.at(at)): (wide.at(at), word) for at, word in marks if math.isfinite(at)}
+    return [f"<g>{_tip(word)}{_line(at, top, at, foot, 'mark')}</g>" for at, word in places.values()]
 
 
 def _unbroken(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
