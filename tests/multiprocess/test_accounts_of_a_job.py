@@ -26,7 +26,9 @@ def whole(run: Run) -> dict[str, Any]:
 
 
 def test_kills_an_exception_and_a_lost_controller_are_accounted_for(start: Start, tmp_path: Path) -> None:
-    run = start("ddp", "150", "--sleep", "0.05", ranks=2, env={"RERAIL_ALLOW_INJECT": "1", "RERAIL_VOTE_EVERY": "0"})
+    run = start(
+        "ddp", "150", "--sleep", "0.05", "--tell", ranks=2, env={"RERAIL_ALLOW_INJECT": "1", "RERAIL_VOTE_EVERY": "0"}
+    )
     run.reach(20)
     run.inject("kill", "--rank", "1")
     run.reach(50)
@@ -45,7 +47,7 @@ def test_kills_an_exception_and_a_lost_controller_are_accounted_for(start: Start
     page, trace = tmp_path / "r.html", tmp_path / "t.json"
     told = run.command("report", "job", "--format", "html", "--out", str(page), "--trace", str(trace))
     assert told.returncode == 0, told.stderr
-    assert len(re.findall("<svg", page.read_text())) >= 3
+    assert len(re.findall("<svg", page.read_text())) == 4, "the loss is told, too"
     assert any(event["name"] == "build" for event in json.loads(trace.read_text())["traceEvents"])
 
 
