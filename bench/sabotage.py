@@ -28,7 +28,7 @@ FAST = {
     "RERAIL_FIDELITY": "fast",
     "RERAIL_REHAB_FROM": "10",
     "RERAIL_REHAB_SHARE": "0.5",
-    "RERAIL_SNAPSHOT_EVERY": "20",
+    "RERAIL_SNAPSHOT_EVERY": "40",
     "OMP_NUM_THREADS": "1",
 }
 

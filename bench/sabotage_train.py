@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import rerail
 from rerail.session import restore
 
-WIDTH, BATCH, STEPS, DIES_AT, VICTIM = 64, 32, 90, 33, 1
+WIDTH, BATCH, STEPS, DIES_AT, VICTIM = 64, 32, 160, 93, 1
 
 
 def once(folder: Path, mark: str) -> bool:

@@ -74,6 +74,17 @@ def test_many_spans_become_columns_in_which_the_most_of_it_shows() -> None:
     assert "work: " in svg and "stop: " not in svg and len(svg) < 20_000
 
 
+def test_many_marks_are_short_strokes_and_those_that_fall_together_one() -> None:
+    line = {"a": [(0.0, 0.0), (10_000.0, 1.0)]}
+    few = charts.lines(line, title="t", x="x", y="y", marks=[(5.0, "one")])
+    many = charts.lines(line, title="t", x="x", y="y", marks=[(float(n), f"mark {n}") for n in range(10_000)])
+    strokes = [one for one in parsed(many).iter(f"{SVG}line") if one.attrib["class"] == "mark"]
+    assert len(strokes) < charts.WIDTH and len(many) < 150_000
+    (whole,) = [one for one in parsed(few).iter(f"{SVG}line") if one.attrib["class"] == "mark"]
+    high = [float(one.attrib["y2"]) - float(one.attrib["y1"]) for one in (whole, strokes[0])]
+    assert high[0] > 100 > 10 > high[1]
+
+
 def test_ticks_are_round() -> None:
     assert ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
     assert ticks(0.13, 0.29, 4) == [0.15, 0.2, 0.25]

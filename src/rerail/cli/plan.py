@@ -20,7 +20,6 @@ from rerail.planner.paper import ASSUMED, Job, answer
 from rerail.planner.rates import usual
 from rerail.planner.units import quantity
 from rerail.report.summary import find_run, reading, reports
-from rerail.runtime.journal import Journal
 from rerail.wording import guess
 
 FIELDS = {
@@ -111,10 +110,10 @@ def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What a job has measured itself: its faults, and what its repairs and saves took."""
     folder = find_run(job if "/" not in job else "", job if "/" in job else "")
     with reading(folder) as journal:
-        told, times = reports(journal), _span(journal)
+        told, times = reports(journal), journal.ends()
         planned = [one for one in journal.records(kind="signal") if getattr(one, "source", "") == "checkpoint.planned"]
         world = len(journal.state().get("placement") or ())
-    if times is None:
+    if times is None or times[0] == times[1]:
         raise UsageError(f"the journal in {folder} tells of nothing: the job has not begun to train")
     rate = rate_of([report.at for report in told], times[0], times[1], usual(max(1, world)))
     found: dict[str, Any] = {"mtbf": 1 / rate.mean}
@@ -138,12 +137,6 @@ _RUNGS = {
     "node_down": (Rung.SWAP_NODE,),
     "job_down": (Rung.RESTART_ALL,),
 }
-
-
-def _span(journal: Journal) -> tuple[float, float] | None:
-    """When the journal begins and ends, wall clock."""
-    records = journal.records()
-    return (records[0].at, records[-1].at) if len(records) > 1 else None
 
 
 def _assumed(given: dict[str, Any], measured: dict[str, str]) -> dict[str, str]:

@@ -72,7 +72,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     kept_before: bool = True
     """There is a checkpoint from before the fault, or nothing has been trained that could be lost."""
     history: dict[Rung, Cost] = {}
-    """Mean cost of each rung in this job so far."""
+    """What each rung has usually cost in this job so far."""
     tallies: dict[Rung, Tally] = {}
 
 

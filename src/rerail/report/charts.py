@@ -15,8 +15,8 @@ from rerail.report.scales import Scale, ends, number, thinned, ticks
 WIDTH, HEIGHT = 900, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 34, 44
 """Room around what is drawn: for the values, the title and the names."""
-ROW, SPANS, BARS = 26, 2000, 60
-"""Height of a row; how many spans and stacked bars are drawn one by one before they are put together."""
+ROW, SPANS, BARS, MARKS = 26, 2000, 60, 40
+"""Height of a row; how many spans and stacked bars are drawn one by one before they are put together, and marks at full length."""
 
 _LIGHT = ("#009e73", "#d55e00", "#56b4e9", "#e69f00", "#0072b2", "#cc79a7", "#f0e442", "#666666", "#332288", "#aaaaaa")
 _DARK = ("#1fb98b", "#ee7a2b", "#6fc3f2", "#f2b134", "#4b9fd8", "#e09abf", "#f0e442", "#9a9a9a", "#9d8df1", "#6d6d6d")
@@ -42,7 +42,7 @@ STYLE = (
     "svg .title{font-size:14px;font-weight:600}.grid{stroke-width:1}.mark{stroke-width:1;stroke-dasharray:3 3;opacity:.45}"
     ".line{fill:none;stroke-width:1.8}"
     "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}td,th{padding:3px 10px;text-align:right;"
-    "border-bottom:1px solid #8884}td.l,th.l{text-align:left}.note{opacity:.75;font-size:13px}.scroll{overflow-x:auto}"
+    "border-bottom:1px solid #8884}td.l,th.l{text-align:left}td:not(.l),td:first-child{white-space:nowrap}.note{opacity:.75;font-size:13px}.scroll{overflow-x:auto}"
     f"{LIGHT}@media(prefers-color-scheme:dark){{{DARK}}}"
 )
 
@@ -74,23 +74,30 @@ def lines(
     wide = Scale.over(*ends(across), LEFT, WIDTH - RIGHT)
     high = Scale.rounded(*ends([*values, 0.0] if zero else values), HEIGHT - BOTTOM, TOP)
     parts = [*_across(wide, x), *_upwards(high, y)]
-    shown = marks if len(marks) <= 200 else marks[:: math.ceil(len(marks) / 200)]
-    parts += [
-        f"<g>{_tip(word)}{_line(wide.at(at), TOP, wide.at(at), HEIGHT - BOTTOM, 'mark')}</g>" for at, word in shown
-    ]
+    parts += _marked(marks, wide)
     for place, (_, points) in enumerate(told.items()):
         kind = f"line s{_colour(place)}"
         for run in _unbroken(thinned(points)):
             text = " ".join(f"{wide.at(px):.1f},{high.at(py):.1f}" for px, py in run)
             parts.append(f'<polyline class="{kind}" points="{text}"/>' if len(run) > 1 else _dot(text, place))
-    return _drawing(title, parts, list(told) if len(told) > 1 else [])
+    return _drawing(title, parts, {name: place for place, name in enumerate(told)} if len(told) > 1 else {})
 
 
 def stacked(
-    bars: Sequence[tuple[str, Mapping[str, float]]], *, title: str, y: str, x: str = "", order: Sequence[str] = ()
+    bars: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    title: str,
+    y: str,
+    x: str = "",
+    order: Sequence[str] = (),
+    hidden: Sequence[str] = (),
 ) -> str:
-    """One upright bar for each name, its parts on top of each other; `order` says which parts there are, and their colours."""
-    names = list(dict.fromkeys([*order, *(part for _, parts in bars for part in parts)]))
+    """One upright bar for each name, its parts on top of each other. `order` says which parts there are, and so their colours.
+
+    What is `hidden` keeps its colour for other drawings and is not drawn.
+    """
+    colours = list(dict.fromkeys([*order, *(part for _, parts in bars for part in parts)]))
+    names = [name for name in colours if name not in hidden]
     if not bars or not names:
         return _nothing(title)
     shown, many = _gathered(bars, names)
@@ -99,26 +106,20 @@ def stacked(
     high = Scale.rounded(0.0, max(sum(_size(parts, n) for n in names) for _, parts in shown), HEIGHT - BOTTOM, TOP)
     step = (WIDTH - RIGHT - LEFT) / len(shown)
     wide, parts = min(48.0, step * 0.8), [*_upwards(high, y)]
-    every = max(1, math.ceil(max(len(name) for name, _ in shown) * 7 / step))
+    every = max(1, math.ceil((max(len(name) for name, _ in shown) + 1) * 7 / step))
     for place, (name, amounts) in enumerate(shown):
         left, base = LEFT + step * (place + 0.5) - wide / 2, 0.0
         for part in names:
             size = _size(amounts, part)
             if size > 0:
+                top, foot = high.at(base + size), high.at(base)
                 tip = f"{name}, {part}: {number(size)}"
-                parts.append(
-                    _box(
-                        (left, high.at(base + size)),
-                        (wide, high.at(base) - high.at(base + size)),
-                        names.index(part),
-                        tip,
-                    )
-                )
+                parts.append(_box((left, top), (wide, foot - top), colours.index(part), tip))
                 base += size
         if place % every == 0:
             parts.append(_text(left + wide / 2, HEIGHT - BOTTOM + 16, name, "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x, "middle"))
-    return _drawing(title, parts, names)
+    return _drawing(title, parts, {name: colours.index(name) for name in names})
 
 
 def bars(values: Sequence[tuple[str, float]], *, title: str, y: str, order: Sequence[str] = ()) -> str:
@@ -138,13 +139,13 @@ def bars(values: Sequence[tuple[str, float]], *, title: str, y: str, order: Sequ
             _box((left, top + 3), (size, ROW - 8), colour, f"{name}: {told}"),
         ]
         parts.append(_text(left + size + 6, top + 15, told))
-    return _drawing(title, parts, [], TOP + ROW * len(values) + 8)
+    return _drawing(title, parts, {}, TOP + ROW * len(values) + 8)
 
 
 def spans(
     rows: Sequence[tuple[str, Spans]], *, title: str, x: str, order: Sequence[str] = (), quiet: Sequence[str] = ()
 ) -> str:
-    """A timeline: one row for each name. What is `quiet` is drawn beneath the rest, so that short things show."""
+    """A timeline: one row for each name. What is not `quiet` shows however short it is, above the rest."""
     kinds = list(dict.fromkeys([*order, *(kind for _, row in rows for _, _, kind in row)]))
     found = [at for _, row in rows for span in row for at in span[:2] if math.isfinite(at)]
     if not found:
@@ -157,11 +158,11 @@ def spans(
         parts.append(_text(left - 8, top + 16, name, "end"))
         shown = row if len(row) <= SPANS else _columns(row, wide)
         for begin, end, kind in sorted(shown, key=lambda one: one[2] not in quiet):
-            size = max(0.8, wide.at(end) - wide.at(begin))
+            size = max(0.0 if kind in quiet else 0.8, wide.at(end) - wide.at(begin))
             tip = f"{kind}: {number(begin)} to {number(end)}"
             parts.append(_box((wide.at(begin), top + 3), (size, ROW - 6), kinds.index(kind), tip))
     parts += _across(wide, x, height)
-    return _drawing(title, parts, kinds, height)
+    return _drawing(title, parts, {kind: place for place, kind in enumerate(kinds)}, height)
 
 
 # --- the parts of it ----------------------------------------------------------------------------------------------
@@ -211,6 +212,14 @@ def _size(parts: Mapping[str, float], name: str) -> float:
     return value if math.isfinite(value) and value > 0 else 0.0
 
 
+def _marked(marks: Sequence[tuple[float, str]], wide: Scale) -> list[str]:
+    """Upright lines; of many, a short stroke each, and one for those that fall together."""
+    foot = HEIGHT - BOTTOM
+    top = TOP if len(marks) <= MARKS else foot - 7
+    places = {round(wide.at(at)): (wide.at(at), word) for at, word in marks if math.isfinite(at)}
+    return [f"<g>{_tip(word)}{_line(at, top, at, foot, 'mark')}</g>" for at, word in places.values()]
+
+
 def _unbroken(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
     """The stretches between values that are no numbers."""
     run: list[tuple[float, float]] = []
@@ -245,10 +254,10 @@ def _upwards(scale: Scale, name: str) -> list[str]:
     ]
 
 
-def _drawing(title: str, parts: Sequence[str], names: Sequence[str], height: float = HEIGHT) -> str:
+def _drawing(title: str, parts: Sequence[str], names: Mapping[str, int], height: float = HEIGHT) -> str:
     """The parts with a title above and, beneath it, which colour is whose."""
     legend, rows, at = [], 0, float(LEFT)
-    for place, name in enumerate(names):
+    for name, place in names.items():
         room = 26 + len(name) * 7
         if at + room > WIDTH - RIGHT and at > LEFT:
             rows, at = rows + 1, float(LEFT)
@@ -264,7 +273,7 @@ def _drawing(title: str, parts: Sequence[str], names: Sequence[str], height: flo
 
 
 def _nothing(title: str) -> str:
-    return _drawing(title, [_text(LEFT, TOP + 16, "nothing is known of this")], [], TOP + 32)
+    return _drawing(title, [_text(LEFT, TOP + 16, "nothing is known of this")], {}, TOP + 32)
 
 
 def _colour(place: int) -> int:

@@ -39,6 +39,7 @@ from rerail.runtime.machines import HEALTH, Machines
 from rerail.runtime.notebook import Notebook
 from rerail.runtime.processes import say
 from rerail.runtime.rollbacks import Rollbacks
+from rerail.runtime.sampling import Sampler
 from rerail.runtime.situation import situation_of
 from rerail.runtime.takeover import Takeover, left_to_the_next
 from rerail.runtime.training import ACT
@@ -76,6 +77,7 @@ class Controller:
         self._notes = Notebook(journal, tell)
         self._started, self._await_resume = 0.0, False
         self.takeover: Takeover | None = Takeover.of(self, journal, time.monotonic())
+        self.sampler = Sampler.of(self.fleet, journal, self.takeover is not None)
 
     # --- the flow -----------------------------------------------------------------------------------------------
 
@@ -136,6 +138,7 @@ class Controller:
                 self._notes.note(0, sighting.signal)  # written down, and no fault
                 self.injections.heard(sighting.signal)
                 self.rollbacks.heard(sighting.signal)
+                self.sampler.note(sighting.signal)
                 continue
             if sighting.signal.source.startswith(HEALTH) and ACT not in sighting.signal.payload:
                 self._notes.add(self.machines.heard(sighting.signal, self.incident))
@@ -257,6 +260,8 @@ class Controller:
             self.isolation.checked(message)
         elif isinstance(message, orders.LeaveJob):
             self.departure.ask(message, self._calm, now, wall)
+        elif isinstance(message, orders.Beat):
+            self.sampler.hear(message, wall)
         return self.intake.take(agent, message, wall=wall)
 
     def _greet(self, link: Link, hello: orders.AgentHello, now: float, wall: float) -> list[Sighting]:
@@ -373,7 +378,8 @@ class Controller:
     def _write(self) -> None:
         """One transaction per turn, before any of its messages leaves: they are sent when this turn is over."""
         self._note_actions()
-        self._notes.write({**left_to_the_next(self, time.monotonic()), **self.handling.state()})
+        told = self.sampler.tick(time.monotonic(), time.time(), self.exit_code)
+        self._notes.write({**left_to_the_next(self, time.monotonic()), **self.handling.state()}, told)
 
     def _next_deadline(self) -> float | None:
         times = [self.intake.next_deadline(), self.execution.next_deadline(), self.isolation.next_deadline(time.time())]

@@ -6,6 +6,7 @@ Filled by `runtime.controller` at the end of each incident, and by `runtime.take
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from rerail.decide.situation import Tally
 from rerail.flow import Cost, Report, Rung
@@ -48,8 +49,17 @@ class Experience:
 
     @property
     def history(self) -> dict[Rung, Cost]:
-        """Mean cost of each rung so far."""
-        return {rung: mean_cost(costs) for rung, costs in self._costs.items()}
+        """What each rung usually cost so far: medians, so that one fault that was found late does not speak for all.
+
+        How long a fault went unseen is no rung's doing.
+        """
+        return {rung: usual_cost(costs) for rung, costs in self._costs.items()}
+
+
+def usual_cost(costs: Sequence[Cost]) -> Cost:
+    """The median of each part, detection aside."""
+    parts = [name for name in Cost.__struct_fields__ if name != "detect"]
+    return Cost(**{name: median(getattr(cost, name) for cost in costs) for name in parts})
 
 
 def mean_cost(costs: Sequence[Cost]) -> Cost:

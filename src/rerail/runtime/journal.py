@@ -16,8 +16,12 @@ import msgspec
 
 from rerail.errors import JournalError
 from rerail.flow import SCHEMA, AnyRecord
+from rerail.runtime import samples as table
+from rerail.runtime.samples import Mark, Sample
 
 FILE_NAME = "journal.sqlite"
+KEPT_SAMPLES = 1000
+"""As many are tried again when the disk is full; the rest of that time is not known then."""
 _APPLICATION = 0x72726C31
 """Stamped into the file, so that a foreign database is not taken for a journal."""
 
@@ -47,6 +51,8 @@ class Journal:
         self.path = path
         self._backlog: list[tuple[int, AnyRecord]] = []
         self._pending: dict[str, Any] = {}
+        self._samples: list[Sample] = []
+        self._marks: list[Mark] = []
         try:
             self._db = _open(path, read_only)
             self._check_origin(read_only)
@@ -56,15 +62,23 @@ class Journal:
     def close(self) -> None:
         self._db.close()
 
-    def append(self, entries: Sequence[tuple[int, AnyRecord]], state: Mapping[str, Any] | None = None) -> bool:
-        """Write (incident number, record) pairs and new values of `state`, all or nothing.
+    def append(
+        self,
+        entries: Sequence[tuple[int, AnyRecord]],
+        state: Mapping[str, Any] | None = None,
+        samples: Sequence[Sample] = (),
+        marks: Sequence[Mark] = (),
+    ) -> bool:
+        """Write (incident number, record) pairs, new values of `state`, samples and marks, all or nothing.
 
         A full disk must not end the training it is there to protect: what cannot be written is kept and tried again
         with the next call. False says that this is so.
         """
         self._backlog.extend(entries)
         self._pending.update(state or {})
-        if not self._backlog and not self._pending:
+        self._samples = [*self._samples, *samples][-KEPT_SAMPLES:]
+        self._marks.extend(marks)
+        if not (self._backlog or self._pending or self._samples or self._marks):
             return True
         rows = [(r.id, _kind(r), r.at, incident, r.cause_id, _encode(r)) for incident, r in self._backlog]
         values = [(key, _encode(value)) for key, value in self._pending.items()]
@@ -75,10 +89,13 @@ class Journal:
                     rows,
                 )
                 self._db.executemany("INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)", values)
+                table.write(self._db, self._samples, self._marks)
         except sqlite3.Error:
             return False
         self._backlog.clear()
         self._pending.clear()
+        self._samples.clear()
+        self._marks.clear()
         return True
 
     def state(self) -> dict[str, Any]:
@@ -87,13 +104,32 @@ class Journal:
             rows = self._db.execute("SELECT key, value FROM state").fetchall()
         return {key: msgspec.json.decode(value) for key, value in rows}
 
+    def history(self) -> tuple[list[Sample], list[Mark]]:
+        """How the job spent its time, and the moments it began and ended; nothing where an older rerail wrote the journal."""
+        with self._reading():
+            return table.read(self._db)
+
+    def openings(self) -> dict[int, float]:
+        """When the first record of each incident was made."""
+        firsts = "SELECT min(seq) FROM records WHERE incident > 0 GROUP BY incident"
+        with self._reading():
+            return dict(self._db.execute(f"SELECT incident, at FROM records WHERE seq IN ({firsts})").fetchall())
+
+    def ends(self) -> tuple[float, float] | None:
+        """When the first and the last record was made; None: there is none."""
+        query = "SELECT at FROM records ORDER BY seq {} LIMIT 1"
+        with self._reading():
+            rows = [self._db.execute(query.format(order)).fetchone() for order in ("ASC", "DESC")]
+        return (rows[0][0], rows[1][0]) if rows[0] is not None else None
+
     def records(self, *, kind: str = "", incident: int = -1) -> list[AnyRecord]:
-        """Records in the order they were written, all or of one kind or incident."""
-        query, wanted = "SELECT body FROM records WHERE 1", []
+        """Records in the order they were written: all, or of one kind or incident."""
+        query = "SELECT body FROM records WHERE 1"
+        wanted: list[str | int] = []
         if kind:
-            query, wanted = f"{query} AND kind = ?", [kind]
+            query, wanted = f"{query} AND kind = ?", [*wanted, kind]
         if incident >= 0:
-            query, wanted = f"{query} AND incident = ?", [*wanted, incident]  # type: ignore[list-item]
+            query, wanted = f"{query} AND incident = ?", [*wanted, incident]
         with self._reading():
             rows = self._db.execute(f"{query} ORDER BY seq", wanted).fetchall()
             return [_records.decode(body) for (body,) in rows]
@@ -110,7 +146,7 @@ class Journal:
         (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0 and application == 0 and not read_only:
             self._db.executescript(
-                f"BEGIN; PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA}; {_TABLES} COMMIT;"
+                f"BEGIN; PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA}; {_TABLES} {table.TABLES} COMMIT;"
             )
             return
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -123,6 +159,8 @@ class Journal:
                 f"{self.path} was written by another version of rerail (schema {version}, this one reads {SCHEMA})\n"
                 "  choose another --run-dir"
             )
+        if not read_only:  # older journals have neither
+            self._db.executescript(table.TABLES)
 
 
 def _open(path: Path, read_only: bool) -> sqlite3.Connection:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rerail.flow import AnyRecord
 from rerail.runtime.journal import Journal
+from rerail.runtime.samples import Mark, Sample
 
 
 class Notebook:
@@ -28,11 +29,11 @@ class Notebook:
     def add(self, records: Iterable[tuple[int, AnyRecord]]) -> None:
         self._records += records
 
-    def write(self, state: dict[str, Any]) -> None:
-        """All records, and what of the state has changed. If it cannot be written now, training goes on."""
+    def write(self, state: dict[str, Any], told: tuple[list[Sample], list[Mark]] = ([], [])) -> None:
+        """All records, what of the state has changed, and what is told of the time since. If it cannot be written now, training goes on."""
         changed = {key: value for key, value in state.items() if self._written.get(key) != value}
         records, self._records = self._records, []
-        ok = self._journal.append(records, changed)
+        ok = self._journal.append(records, changed, *told)
         self._written.update(changed)
         if not ok and self._ok:
             self._tell(f"the journal {self._journal.path} cannot be written now; training goes on, check the disk")

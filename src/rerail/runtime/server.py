@@ -45,6 +45,7 @@ from rerail.runtime.orders import AgentHello, Rejected, Shutdown, ToAgent
 from rerail.runtime.processes import say
 from rerail.runtime.quarantining import listing, take
 from rerail.runtime.reported import MAX_BODY, PER_MINUTE, Desk, Refused
+from rerail.runtime.samples import Mark, MarkKind
 
 ADDRESS_FILE = "controller.json"
 EXIT_USAGE = 2
@@ -264,6 +265,7 @@ async def serve(spec: JobSpec, settings: Settings, journal: Journal, token: str,
                 await asyncio.wait_for(_farewell(controller, door), spec.shutdown_grace_s + FAREWELL_S)
     finally:  # of an error there is to be one traceback, and not the server's, too
         server.should_exit = server.force_exit = True
+        journal.append([], marks=[Mark(time.time(), MarkKind.LEFT)])
         await serving
 
 

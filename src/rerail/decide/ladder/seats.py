@@ -39,6 +39,14 @@ def _grow_moves(diagnosis: Diagnosis, now: Situation) -> Moves:
     return dict(zip((rank for rank in now.fillable if rank in now.barred), now.free, strict=False))
 
 
+def _shrink_besides(diagnosis: Diagnosis, now: Situation) -> Cost:
+    """Fewer ranks do the work, and the seats have to be filled again one day."""
+    if not diagnosis.lost:
+        return Cost()
+    filled = now.history.get(Rung.GROW, GROW.usual)
+    return Cost(t0=FEWER_S + filled.t0, t1=filled.t1, t2=filled.t2, t3=filled.t3, t4=filled.t4)
+
+
 GROW = Strategy(
     rung=Rung.GROW,
     usual=Cost(t1=2.0, t2=0.02, t3=0.05),
@@ -53,5 +61,5 @@ SHRINK = Strategy(
     answers=_shrink_answers,
     obstacle=_shrink_obstacle,
     replaces=lambda diagnosis, now: diagnosis.lost or now.newcomers,
-    besides=lambda diagnosis, now: Cost(t0=FEWER_S if diagnosis.lost else 0.0),
+    besides=_shrink_besides,
 )
