@@ -33,6 +33,7 @@ MOVED = 1.25
 """How much rates must have changed before saves are planned anew."""
 OFTEN = 8
 """After so many interruptions, every so many of them are enough to look at the rates again."""
+NOTHING = Cost()
 STAGES = {"detect": DETECT, "t0": LOST, "t1": T1, "t2": T2, "t3": T3, "t4": T4}
 
 Flow = Generator[simpy.Event, Any, None]
@@ -167,18 +168,20 @@ class Job:
             return
         incident = Incident(cause=hit.fault.kind if hit is not None else NOBODY, began=self.watch.now)
         decision = self.desk.decide(diagnosis, {}, self.watch.now)
+        before = self._spent(incident.cause)
         for incident.attempts in range(1, NEWCOMERS + 1):
             if (yield from self.repair.carry_out(decision, incident, self.watch, self._scene(()))):
                 self.rungs[decision.rung] += 1
+                self._report(decision.rung, diagnosis, self._spent(incident.cause, before), incident)
                 return
             if self._inbox or incident.newcomers_lost:
                 return  # training goes on from where things stand
 
     def _recover(self, began: float) -> Flow:
         """Until training goes on, whatever else comes meanwhile."""
-        losses, first = self.training.losses, self._inbox[0].fault
+        first = self._inbox[0].fault
         incident = Incident(cause=first.kind, began=began)
-        before = {name: losses.seconds.get((stage, first.kind), 0.0) for name, stage in STAGES.items()}
+        before = self._spent(first.kind)
         if first.seen != "silent":
             delay = self.plan.detects(self.scenario, first, self.plan.settings)
             yield from self.watch.spend(DETECT, first.kind, delay, deaf=True)
@@ -199,8 +202,7 @@ class Job:
             self._generation += 1
             if (yield from self.repair.carry_out(decision, incident, self.watch, self._scene(()))):
                 break
-        cost = Cost(**{n: losses.seconds.get((s, first.kind), 0.0) - before[n] for n, s in STAGES.items()})
-        self._close(incident, diagnosis, cost)
+        self._close(incident, diagnosis, self._spent(first.kind, before))
 
     def _join(self, incident: Incident) -> None:
         """What has come in belongs to this incident; planned restarts wait."""
@@ -243,6 +245,16 @@ class Job:
         self.spent.append(self.watch.now - incident.began)
         if rung in (Rung.RESTART_ALL, Rung.STOP):
             self._started = self.watch.now
+        self._report(rung, diagnosis, cost, incident)
+        self._plan_anew()
+
+    def _spent(self, cause: str, before: Cost = NOTHING) -> Cost:
+        """Seconds that have gone into each stage because of this kind of fault, beyond those of before."""
+        seconds = self.training.losses.seconds
+        return Cost(**{name: seconds.get((s, cause), 0.0) - getattr(before, name) for name, s in STAGES.items()})
+
+    def _report(self, rung: Rung, diagnosis: Diagnosis, cost: Cost, incident: Incident) -> None:
+        """What it cost counts for the next choice."""
         report = Report(
             id=new_id("report"),
             job=JOB,
@@ -256,7 +268,6 @@ class Job:
             attempts=incident.attempts,
         )
         self.desk.over(report, [one for one in incident.tried if one is not rung])
-        self._plan_anew()
 
     # --- the saves ---
 
