@@ -17,6 +17,7 @@ HELPERS = ("resource_tracker", "forkserver", "torch_shm_manager")
 def running() -> dict[int, str]:
     """Living child processes of this one, whichever thread started them."""
     found = {}
+    assert Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists(), "this kernel does not tell of children"
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         try:
             pids = [int(pid) for pid in (task / "children").read_text().split()]

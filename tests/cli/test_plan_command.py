@@ -162,3 +162,37 @@ def test_more_faults_are_planned_with_more_saves() -> None:
     often = answer(Job(gpus=64, params=7e9, mtbf=3600.0)).planned
     assert all(often.intervals[tier] <= seldom.intervals[tier] for tier in often.intervals)
     assert often.waste.total > seldom.waste.total
+
+
+def test_a_journal_of_several_nodes_and_of_incidents_that_are_no_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = journal_of(tmp_path / "run", faults=12)
+    journal = Journal(folder / FILE_NAME)
+    grown = Report(
+        id="g", job="j", at=8300.0, incident=90, code="node.back", summary="", rung=Rung.GROW, ok=True, cost=Cost()
+    )
+    taken = Report(
+        id="t",
+        job="j",
+        at=8400.0,
+        incident=91,
+        code="controller.lost",
+        summary="",
+        rung=Rung.RETRY_STEP,
+        ok=True,
+        cost=Cost(),
+        attempts=0,
+    )
+    places = [[f"n{n // 8}", n % 8] for n in range(32)]
+    journal.append([(90, grown), (91, taken)], {"placement": places})
+    journal.close()
+    _, out, _ = plan(capsys, "--journal", str(folder), "--params", "1e9", "--json")
+    job = json.loads(out)["job"]
+    assert (job["gpus"], job["per_node"]) == (32, 8)
+    assert job["mtbf"] == pytest.approx(600, rel=0.15)
+
+
+def test_an_impossible_job_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpus", "8", "--params", "1e15", "--mtbf", "60")
+    assert out.startswith("no interval keeps up with these faults")

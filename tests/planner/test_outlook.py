@@ -12,7 +12,7 @@ from rerail.planner.outlook import Course, Outlook, look_ahead
 from rerail.planner.rates import usual
 from rerail.runtime.experience import Experience
 from rerail.runtime.fleet import Fleet
-from rerail.session.foresight import Foresight
+from rerail.session.foresight import RECENT, Foresight
 
 PRIOR = usual(0, 4)
 
@@ -23,9 +23,15 @@ def report(at: float, rung: Rung = Rung.REPLACE_RANK, lost: int = 3) -> Report:
     )
 
 
-def test_time_without_faults_lowers_the_rate_as_a_new_estimate_would() -> None:
+@pytest.mark.parametrize(("prior", "began"), [(PRIOR, 0.0), (usual(16_384), 40_000.0)])
+def test_time_without_faults_lowers_the_rate_as_a_new_estimate_would(prior: float, began: float) -> None:
+    at_start = look_ahead([], [], 0.0, began, prior).lost
+    later = look_ahead([], [], 0.0, began + 86_400.0, prior).lost
+    assert at_start.between_s(86_400.0) == pytest.approx(later.between_s())
+
+
+def test_many_faults_weigh_more_than_a_quiet_minute() -> None:
     at_start = look_ahead([], [], 0.0, 0.0, PRIOR).lost
-    assert at_start.between_s(86_400.0) == pytest.approx(look_ahead([], [], 0.0, 86_400.0, PRIOR).lost.between_s())
     many = look_ahead([], [100.0 * n for n in range(1, 21)], 0.0, 2000.0, PRIOR).lost
     assert many.between_s(100.0) / many.between_s() < at_start.between_s(100.0) / at_start.between_s()
 
@@ -75,7 +81,7 @@ def test_checkpoints_follow_a_tenfold_change_of_the_rate_within_five_faults(time
 def test_checkpoints_follow_a_tenfold_change_of_the_write_speed_within_ten_saves(times: float) -> None:
     foresight = Foresight()
     saved = [8.0] * 30 + [8.0 / times] * 10
-    costs = foresight.costs([0.1] * 64, 0.001, saved[-8:])
+    costs = foresight.costs([0.1] * 64, 0.001, saved[-RECENT:])
     assert costs.save_s == 8.0 / times
     rule = CheckFreq()  # its interval is the time that a save takes, where the stall is small
     assert rule.steps(costs) * 0.1 == pytest.approx(8.0 / times, rel=0.1)
@@ -88,6 +94,12 @@ def test_snapshots_become_rarer_as_a_job_proves_sound_and_never_cost_more_than_t
     foresight.take(Outlook(behind=Course(per_s=1 / 100_000)), 0)
     assert foresight.snapshot_steps(0.01, 0.1, share=0.5) > 10 * often
     assert foresight.snapshot_steps(0.01, 0.1, share=1e-6) == 100_000
+
+
+def test_a_save_that_is_not_done_yet_takes_at_least_as_long_as_it_has_taken() -> None:
+    foresight = Foresight()
+    assert foresight.costs([0.1], 0.001, [], since=time.monotonic() - 60).save_s >= 60
+    assert foresight.costs([0.1], 0.001, [2.0], since=time.monotonic() - 1).save_s == 2.0
 
 
 def test_the_same_interval_is_told_once() -> None:

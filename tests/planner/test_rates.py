@@ -74,6 +74,13 @@ def test_spares_are_held_where_nodes_are_away_for_long() -> None:
     assert many.short < 0.01 and "without spares the job waits" in many.why
 
 
+@pytest.mark.parametrize("mean", [100.0, 740.0, 760.0, 3000.0])
+def test_spares_of_the_largest_fleets(mean: float) -> None:
+    found = worth(100_000, mean / 86_400.0, DAY_S, elastic=False)
+    assert mean < found.count < mean + 6 * mean**0.5 + 6
+    assert found.short < 0.01 and "loses 100.00%" in found.why
+
+
 @pytest.mark.parametrize(("nodes", "rate", "repair"), [(1, 0.0, 10.0), (40, 1e-5, 0.0)])
 def test_nodes_that_never_are_away_need_no_spares(nodes: int, rate: float, repair: float) -> None:
     assert worth(nodes, rate, repair, elastic=False).count == 0

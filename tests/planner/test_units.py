@@ -23,6 +23,7 @@ from rerail.planner.units import duration, quantity, size
         (16384, "count", 16_384.0),
         ("1.5 GiB", "size", 1.5 * 2**30),
         ("0.2", "share", 0.2),
+        ("20%", "share", 0.2),
     ],
 )
 def test_quantities(text: str | float, kind: str, value: float) -> None:
@@ -37,6 +38,8 @@ def test_quantities(text: str | float, kind: str, value: float) -> None:
         ("3 parsecs", "duration", "'parsecs' is no unit here"),
         ("-3h", "duration", "it has to be more than 0"),
         ("0", "speed", "it has to be more than 0"),
+        ("1.2", "share", "it has to be 1 or less"),
+        ("120 %", "share", "it has to be 1 or less"),
         ("inf", "count", "a number such as 405e9"),
         ("nan", "count", "a number such as 405e9"),
         ("1e999", "count", "it has to be more than 0"),

@@ -323,3 +323,63 @@ def test_what_stood_in_a_file_stays_when_the_new_one_cannot_be_written(folder: P
     out.write_text("before")
     assert main(["report", "job", "--out", str(out)]) == 2
     assert out.read_text() == "before"
+
+
+def accounts_of(folder: Path, told: list[Sample], marks: list[Mark]) -> Accounts:
+    journal = Journal(folder / FILE_NAME)
+    assert journal.append([], {}, told, marks)
+    found = accounts(journal, "j")
+    journal.close()
+    assert found is not None
+    return found
+
+
+def moved(sample: Sample, by: float, **changes: Any) -> Sample:
+    return msgspec.structs.replace(sample, at=sample.at + by, moved=sample.moved + by, **changes)
+
+
+def test_a_job_that_was_off_until_a_controller_took_over_did_not_train_meanwhile(tmp_path: Path) -> None:
+    """All nodes lost power at 500 s, and came back three hours later; the first minute computes old steps again."""
+    before = samples(500)
+    after = [moved(one, 10_800.0, step=490, steps=0 if one.at < BEGIN + 200 else one.steps) for one in samples(500)]
+    marks = [*MARKS[:2], Mark(BEGIN + 10_850, MarkKind.TAKEOVER), Mark(BEGIN + 11_300, MarkKind.END, "0")]
+    found = accounts_of(tmp_path, [*before, *after], marks)
+    assert found.parts[Cause.OFF] == pytest.approx(10_850 - 490)
+    assert found.parts[Cause.TRAINING] < 800
+    assert sum(found.parts.values()) == pytest.approx(found.wall_s)
+
+
+def test_a_controller_that_is_back_late_while_ranks_trained_on(tmp_path: Path) -> None:
+    gap = [one for one in samples() if not BEGIN + 400 < one.at < BEGIN + 500]
+    late = [*MARKS[:2], Mark(BEGIN + 495, MarkKind.TAKEOVER), *MARKS[2:]]
+    found = accounts_of(tmp_path, gap, late)
+    assert found.parts[Cause.OFF] == 0 and found.runs == 1
+
+
+def test_a_clock_that_was_set_back_between_two_runs(tmp_path: Path) -> None:
+    second = [msgspec.structs.replace(mark, at=mark.at - 2000) for mark in MARKS]
+    found = accounts_of(tmp_path, [*samples(), *(moved(one, -2000.0) for one in samples())], [*MARKS, *second])
+    assert sum(found.parts.values()) == pytest.approx(found.wall_s)
+    assert found.wall_s == pytest.approx(3000.0)
+
+
+def test_a_clock_that_was_set_back_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    marks = [*MARKS[:2], Mark(BEGIN - 50, MarkKind.END, "0")]
+    found = accounts_of(tmp_path, samples(), marks)
+    assert found.wall_s == pytest.approx(990.0) and found.parts[Cause.TRAINING] > 500
+
+
+def test_the_exit_code_is_that_of_the_last_run(tmp_path: Path) -> None:
+    first = [*MARKS[:2], Mark(BEGIN + 998, MarkKind.END, "1")]
+    second = [Mark(BEGIN + 2000, MarkKind.BEGIN), Mark(BEGIN + 2010, MarkKind.LEFT)]
+    assert accounts_of(tmp_path, samples(), [*first, *second]).exit_code is None
+
+
+def test_a_sample_that_cannot_be_written_holds_up_nothing_else(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / FILE_NAME)
+    bad = msgspec.structs.replace(samples()[0], data=float("nan"))
+    assert journal.append([], {"generation": 1}, [bad], [])
+    assert journal.append([], {"generation": 2}, samples(130), [])
+    assert journal.state()["generation"] == 2
+    assert len(journal.history()[0]) == len(samples(130))
+    journal.close()

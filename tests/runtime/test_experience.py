@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rerail.decide.choose import choose
 from rerail.decide.situation import Situation
 from rerail.flow import Cost, Diagnosis, Place, Report, Rung
 from rerail.runtime.experience import Experience
+from rerail.runtime.journal import Journal
+from rerail.runtime.samples import Mark, MarkKind
+from rerail.runtime.takeover import _began
 
 
 def report(rung: Rung, **cost: float) -> Report:
@@ -35,3 +40,16 @@ def test_going_on_with_fewer_costs_what_it_takes_to_fill_the_seats_again() -> No
     prices = {one.rung: one.expected.total for one in decision.candidates}
     assert prices[Rung.SHRINK] > 41.0
     assert decision.rung is Rung.SWAP_NODE
+
+
+def test_a_new_controller_knows_since_when_the_job_runs(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.append(
+        [(1, report(Rung.REPLACE_RANK))], marks=[Mark(500.0, MarkKind.BEGIN), Mark(900.0, MarkKind.TAKEOVER)]
+    )
+    assert _began(journal) == 500.0
+    old = Journal(tmp_path / "old.sqlite")
+    old.append([(1, report(Rung.REPLACE_RANK))])
+    assert _began(old) == 1.0
+    journal.close()
+    old.close()

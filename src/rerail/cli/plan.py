@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from rerail.planner.outlook import rate_of
 from rerail.planner.paper import ASSUMED, Job, answer
 from rerail.planner.rates import usual
 from rerail.planner.units import quantity
+from rerail.report.accounts import NO_FAULTS, accounts
+from rerail.report.partition import Cause
 from rerail.report.summary import find_run, reading, reports
 from rerail.wording import guess
 
@@ -110,17 +113,22 @@ def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What a job has measured itself: its faults, and what its repairs and saves took."""
     folder = find_run(job if "/" not in job else "", job if "/" in job else "")
     with reading(folder) as journal:
-        told, times = reports(journal), journal.ends()
+        told = [report for report in reports(journal) if report.attempts and report.code not in NO_FAULTS]
+        whole = accounts(journal, folder.name)
         planned = [one for one in journal.records(kind="signal") if getattr(one, "source", "") == "checkpoint.planned"]
-        world = len(journal.state().get("placement") or ())
-    if times is None or times[0] == times[1]:
+        nodes = Counter(str(place[0]) for place in journal.state().get("placement") or ())
+    if whole is None or not whole.wall_s:
         raise UsageError(f"the journal in {folder} tells of nothing: the job has not begun to train")
-    rate = rate_of([report.at for report in told], times[0], times[1], usual(max(1, world)))
+    world, ran = nodes.total(), whole.wall_s - whole.parts[Cause.OFF]
+    # pieces in which the job did not run at all are left out of the time in which it could have failed
+    off = [piece for piece in whole.pieces if piece.cause is Cause.OFF]
+    faults = [report.at - whole.begin - sum(one.seconds for one in off if one.end <= report.at) for report in told]
+    rate = rate_of([max(0.0, at) for at in faults], 0.0, max(ran, *faults, 0.0), usual(max(1, world)))
     found: dict[str, Any] = {"mtbf": 1 / rate.mean}
     why = {"mtbf": f"journal of {folder.name}: {rate.why}"}
     if world:
-        found["gpus"] = found["per_node"] = world
-        why["gpus"] = why["per_node"] = f"ranks in the journal of {folder.name}"
+        found |= {"gpus": world, "per_node": max(nodes.values())}
+        why |= dict.fromkeys(("gpus", "per_node"), f"ranks in the journal of {folder.name}")
     for name, rungs in _RUNGS.items():
         mine = [report.cost for report in told if report.rung in rungs and report.ok]
         if mine:

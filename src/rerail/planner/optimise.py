@@ -47,7 +47,8 @@ def best(problem: Problem) -> Planned:
     problem.check()
     start = young(problem)
     found = min((_descend(problem, one) for one in _starts(problem, start)), key=lambda one: waste(problem, one).total)
-    for tier in sorted(problem.tiers, key=lambda t: -t.stall_s):
+    hopeless = waste(problem, found).total >= 1
+    for tier in sorted(problem.tiers, key=lambda t: -t.stall_s) if not hopeless else ():
         without = {**found, tier.name: math.inf}
         if waste(problem, without).total <= waste(problem, found).total * (1 + SAME) and len(problem.tiers) > 1:
             found = _descend(problem, without)

@@ -49,4 +49,4 @@ def rate_of(times: Sequence[float], began: float, now: float, prior: float) -> R
 
 def _course(times: Sequence[float], began: float, now: float, prior: float) -> Course:
     rate = rate_of(times, began, now, prior)
-    return Course(per_s=rate.per_s, weight=rate.faults + 0.5)
+    return Course(per_s=rate.per_s, weight=rate.weight)

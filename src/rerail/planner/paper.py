@@ -178,11 +178,16 @@ def answer(job: Job) -> Answer:
         spares=worth(job.nodes, taken, job.repair, elastic=job.elastic),
         standbys=1,
         founding=before,
-        verdict=_verdict(job, before),
+        verdict=_verdict(job, planned.waste, before),
     )
 
 
-def _verdict(job: Job, before: Waste) -> str:
+def _verdict(job: Job, lost: Waste, before: Waste) -> str:
+    if lost.total >= 1:
+        return (
+            "no interval keeps up with these faults: the job would lose more than it trains; it needs faster stores, fewer "
+            "faults, or to be smaller"
+        )
     expected = job.faults_s * job.length
     if not job.length or before.total > NOT_WORTH:
         return ""

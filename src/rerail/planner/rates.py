@@ -49,6 +49,8 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """It is between these with a probability of 90 %."""
     faults: int
     """Those that it was made from; fewer than there were after a change."""
+    weight: float
+    """The same with what was believed before: time without a fault lowers the rate the sooner, the less this is."""
     shape: float = 1.0
     """Weibull's: 1 for faults that come evenly, less where one is soon followed by the next."""
     why: str = ""
@@ -72,11 +74,13 @@ def estimate(gaps: Sequence[float], since_s: float, prior: float) -> Rate:
     recent = gaps[max(cut, 0) :]
     events, seconds = float(len(recent)), sum(recent) + since_s
     if cut >= 0:
-        found, why = _posterior(max(events, 0.5), seconds), f"{len(recent)} since the rate changed"
+        weight, over, why = max(events, 0.5), seconds, f"{len(recent)} since the rate changed"
     else:
-        found = max(_posterior(events + _SETTLING, seconds + _SETTLING_S), _posterior(events + 1, seconds + 1 / prior))
+        beliefs = ((events + _SETTLING, seconds + _SETTLING_S), (events + 1, seconds + 1 / prior))
+        weight, over = max(beliefs, key=lambda one: one[0] / one[1])
         why = f"{len(recent)} so far, and what is usual" if recent else "none so far: what is usual"
-    rate = Rate(per_s=found[0], mean=found[0], low=found[1], high=found[2], faults=len(recent), why=why)
+    found, low, high = _posterior(weight, over)
+    rate = Rate(per_s=found, mean=found, low=low, high=high, faults=len(recent), weight=weight, why=why)
     return _weibull(rate, recent, since_s) if len(recent) >= ENOUGH else rate
 
 
@@ -146,6 +150,7 @@ def _weibull(rate: Rate, gaps: Sequence[float], since_s: float) -> Rate:
         low=rate.low * times,
         high=rate.high * times,
         faults=rate.faults,
+        weight=rate.weight,
         shape=shape,
         why=f"{rate.why}; {words} (Weibull, shape {shape:.2f})",
     )

@@ -37,10 +37,14 @@ def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool) -> Spares:
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} of nodes is {value}; it has to be 0 or more")
     mean = rate * repair_s
-    options = {count: _lost(nodes, count, mean, elastic) for count in range(min(MOST, _enough(mean)) + 1)}
-    count = min(options, key=lambda one: (sum(options[one]), one))
-    idle, short = options[count]
-    without = sum(options[0])
+    # a coarse look first: more than some hundred are counted in steps
+    most = min(MOST, _enough(mean))
+    stride = max(1, most // 256)
+    near = min(range(0, most + 1, stride), key=lambda one: sum(_lost(nodes, one, mean, elastic)))
+    around = range(max(0, near - stride), min(most, near + stride) + 1)
+    count = min({0, *around}, key=lambda one: (sum(_lost(nodes, one, mean, elastic)), one))
+    idle, short = _lost(nodes, count, mean, elastic)
+    without = sum(_lost(nodes, 0, mean, elastic))
     words = "waits" if not elastic else "runs smaller"
     why = (
         f"{mean:.2g} nodes are away on average; without spares the job {words} and loses {without:.2%}"
@@ -56,10 +60,10 @@ def _enough(mean: float) -> int:
 
 def _lost(nodes: int, spares: int, mean: float, elastic: bool) -> tuple[float, float]:
     idle = spares / (nodes + spares)
-    chance, more, missing = math.exp(-mean), 0.0, 0.0
-    for away in range(_enough(mean) * 2 + spares):
-        if away > spares:
+    more = missing = 0.0
+    if mean > 0:
+        for away in range(max(spares + 1, math.floor(mean - 10 * math.sqrt(mean))), _enough(mean) * 2):
+            chance = math.exp(away * math.log(mean) - mean - math.lgamma(away + 1))
             more += chance
             missing += chance * min(away - spares, nodes) / nodes
-        chance *= mean / (away + 1)
-    return idle, (1 - idle) * (missing if elastic else more)
+    return idle, (1 - idle) * min(1.0, missing if elastic else more)

@@ -16,7 +16,7 @@ _SECONDS |= {"days": 86_400.0, "hours": 3600.0, "hour": 3600.0, "week": 604_800.
 _BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 _BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "PiB": 2.0**50}
 _PIECES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/%]*)\s*")
 
 KINDS = {
     "duration": ({"": 1.0, **_SECONDS}, "a time such as 90 s, 15 min, 3 h or 2 d"),
@@ -48,6 +48,8 @@ def quantity(field: str, text: str | float, kind: str, *, zero: bool = False) ->
     value = number * units.get(unit, 1.0)
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ConfigError(f"{field} is {text!r}; it has to be {'0 or more' if zero else 'more than 0'}: {wanted}")
+    if kind == "share" and value > 1:
+        raise ConfigError(f"{field} is {text!r}; it has to be 1 or less: {wanted}")
     return value
 
 

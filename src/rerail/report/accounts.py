@@ -136,12 +136,13 @@ def _summed(
     parts = dict.fromkeys(Cause, 0.0)
     for piece in pieces:
         parts[piece.cause] += piece.seconds
-    begin, end = runs[0].begin, max(run.end for run in runs)
+    begin, end = min(run.begin for run in runs), max(run.end for run in runs)
     wall, trained = max(0.0, end - begin), any(run.trained is not None for run in runs)
     faults = [one for one in incidents if one.fault]
     repaired = [one.total_s for one in faults if one.ok and one.total_s > 0]
     repeated = sum(run.repeated for run in runs)
-    code = next((one.detail for one in reversed(marks) if one.kind is MarkKind.END), "") if runs[-1].closed else ""
+    newest = marks[max((n for n, one in enumerate(marks) if one.kind is MarkKind.BEGIN), default=0) :]
+    code = next((one.detail for one in reversed(newest) if one.kind is MarkKind.END), "") if runs[-1].closed else ""
     return Accounts(
         job=job,
         begin=begin,

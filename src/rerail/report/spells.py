@@ -12,12 +12,15 @@ from rerail.flow import Recovery, Report, Rung
 from rerail.report.partition import Run, Stop, Window
 from rerail.runtime.samples import Mark, MarkKind, Sample
 
+OFF_S, SOON_S = 30.0, 10.0
+"""A controller that is lost is back within seconds; where ranks have trained on meanwhile, it hears of their steps at once."""
+
 
 def runs_of(samples: Sequence[Sample], marks: Sequence[Mark], records: tuple[float, float] | None) -> list[Run]:
     """Lives of the job, oldest first. `records`: when the first and the last record was made."""
     lives: list[list[Mark]] = []
     for mark in marks:
-        if mark.kind is MarkKind.BEGIN or not lives:
+        if mark.kind is MarkKind.BEGIN or not lives or _was_off(mark, lives[-1], samples):
             lives.append([])
         lives[-1].append(mark)
     if not lives:  # written by a rerail that kept no such things
@@ -38,9 +41,12 @@ def _run(life: Sequence[Mark], told: Sequence[Sample], newest: float, reached: i
     """`newest`: when the last record was made; `reached`: the highest version of earlier runs."""
     begin, last = life[0].at, life[-1]
     trained = next((one for one in life if one.kind is MarkKind.TRAINED), None)
+    if trained is None and life[0].kind is MarkKind.TAKEOVER:  # to this controller the first steps are not new
+        moved = next((one for one in told if one.steps > 0), None)
+        trained = Mark(moved.at - moved.span_s, MarkKind.TRAINED) if moved is not None else None
     repeated = max(0, reached - int(trained.detail)) if trained is not None and trained.detail.isdecimal() else 0
     closed = last.kind in (MarkKind.END, MarkKind.LEFT)
-    end = last.at if closed else max([last.at, newest, *(one.at for one in told)])
+    end = max([last.at, *(one.at for one in told), *([] if closed else [newest])])
     return Run(
         begin=begin,
         end=max(begin, end),
@@ -51,6 +57,15 @@ def _run(life: Sequence[Mark], told: Sequence[Sample], newest: float, reached: i
         repeated=repeated,
         lost=repeated * (mean_step(told) or 0.0),
     )
+
+
+def _was_off(mark: Mark, life: Sequence[Mark], samples: Sequence[Sample]) -> bool:
+    """Whether a controller took over when nothing of the job was left: long after the last sample, and nobody had trained on."""
+    if mark.kind is not MarkKind.TAKEOVER:
+        return False
+    before = [one.at for one in samples if life[0].at <= one.at < mark.at]
+    soon = [one for one in samples if mark.at <= one.at <= mark.at + SOON_S]
+    return bool(before) and mark.at - max(before) > OFF_S and not any(one.steps > 0 for one in soon)
 
 
 def mean_step(samples: Sequence[Sample]) -> float | None:

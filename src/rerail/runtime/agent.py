@@ -177,16 +177,16 @@ class Agent:
             return
         slot.end_child()
         self._started_at = self._started_at or time.monotonic()  # a spare node has had no other start
-        self._place(assignment, slot, order.kept)
+        self._place(assignment, slot, tuple(order.kept), new=False)
         slot.beside = order.beside
 
-    def _place(self, assignment: wire.Assign, slot: Slot, kept: list[orders.Kept] | None = None) -> None:
+    def _place(self, assignment: wire.Assign, slot: Slot, kept: tuple[orders.Kept, ...] = (), new: bool = True) -> None:
         slot.local_rank = local_rank = int(assignment.env["LOCAL_RANK"])
-        child = self.pool.take()
+        child = self.pool.take(promoted=not new)
         folder = self.logs.folder(assignment.generation, local_rank)
         error_file = folder / "error.json"
         error_file.unlink(missing_ok=True)
-        slot.fill(child, assignment, error_file, kept or ())
+        slot.fill(child, assignment, error_file, kept)
         env = {**assignment.env, "TORCHELASTIC_ERROR_FILE": str(error_file), "RERAIL_LOCAL_RANK": str(local_rank)}
         if self.spec.virtual_local_rank:
             env |= virtual_device(local_rank)
@@ -317,6 +317,7 @@ class Agent:
             await asyncio.sleep(self.lease.beat_s)
             self.uplink.send(self.gauges.beat(self._filled(), self.lease.next_beat()))
             end_orphans(self._children())
+            self._refill()
 
     def _fence(self, silent_s: float) -> None:
         """Others may get the places of this node's ranks now: end them, and come back without."""

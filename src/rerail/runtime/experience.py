@@ -24,7 +24,8 @@ class Experience:
         self._behind: list[float] = []
         self._lost: list[float] = []
         """When faults came that cost work since the last snapshot, and those that cost the snapshots: wall clock."""
-        self._began = 0.0
+        self.began = 0.0
+        """Since when the job runs; 0: nobody has asked yet."""
 
     def note(self, report: Report, failed: Iterable[Rung] = ()) -> None:
         """An incident is over; `failed` are rungs that were tried before the one that is reported."""
@@ -40,12 +41,12 @@ class Experience:
 
     def outlook(self, fleet: Fleet, rung: Rung | None, back: bool, wall: float) -> Outlook:
         """What has to be expected from here on; asked whenever a generation is planned. The incident that it ends counts."""
-        self._began = self._began or wall
+        self.began = self.began or wall
         lost = [*self._lost, wall] if rung is Rung.RESTART_ALL else self._lost
         behind = [*self._behind, wall] if back and rung is not Rung.RESTART_ALL else self._behind
         agents = [fleet.agents.get(rank.node) for rank in fleet.ranks.values()]
         devices = sum(agent is not None and bool(agent.accelerators) for agent in agents)
-        return look_ahead(behind, lost, self._began, wall, usual(devices, len(agents) - devices))
+        return look_ahead(behind, lost, self.began, wall, usual(devices, len(agents) - devices))
 
     @property
     def history(self) -> dict[Rung, Cost]:

@@ -69,7 +69,7 @@ class Journal:
         samples: Sequence[Sample] = (),
         marks: Sequence[Mark] = (),
     ) -> bool:
-        """Write (incident number, record) pairs, new values of `state`, samples and marks, all or nothing.
+        """Write (incident number, record) pairs and new values of `state`, all or nothing; then samples and marks.
 
         A full disk must not end the training it is there to protect: what cannot be written is kept and tried again
         with the next call. False says that this is so.
@@ -89,11 +89,21 @@ class Journal:
                     rows,
                 )
                 self._db.executemany("INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)", values)
-                table.write(self._db, self._samples, self._marks)
         except sqlite3.Error:
             return False
         self._backlog.clear()
         self._pending.clear()
+        return self._write_samples()
+
+    def _write_samples(self) -> bool:
+        """Apart from the rest: whatever is wrong with a sample, records and state are written."""
+        try:
+            with self._db:
+                table.write(self._db, self._samples, self._marks)
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError):
+            pass  # it never could be written: a time that nobody knows
+        except sqlite3.Error:
+            return False
         self._samples.clear()
         self._marks.clear()
         return True

@@ -114,7 +114,10 @@ class Sampler:
     def _add(self, rank: int, steps: list[Took]) -> None:
         sums, behind = self._sums.setdefault(rank, [0.0] * 5), self._summed.get(rank, -1)
         for took in steps:
-            if took.version > behind:  # a new process finds its predecessor's steps in the page and tells them again
+            known = math.isfinite(took.data + took.compute + took.communication + took.checkpoint)
+            if (
+                took.version > behind and known
+            ):  # a new process finds its predecessor's steps in the page and tells them again
                 for place, seconds in enumerate((took.data, took.compute, took.communication, took.checkpoint, 1.0)):
                     sums[place] += seconds
         self._summed[rank] = max(behind, max((took.version for took in steps), default=-1))

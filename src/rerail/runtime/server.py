@@ -263,9 +263,9 @@ async def serve(spec: JobSpec, settings: Settings, journal: Journal, token: str,
             await running
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(_farewell(controller, door), spec.shutdown_grace_s + FAREWELL_S)
+        journal.append([], marks=[Mark(time.time(), MarkKind.LEFT)])
     finally:  # of an error there is to be one traceback, and not the server's, too
         server.should_exit = server.force_exit = True
-        journal.append([], marks=[Mark(time.time(), MarkKind.LEFT)])
         await serving
 
 

@@ -53,14 +53,17 @@ class StandbyPool:
         ready = sum(child.warm for child in self._children)
         return ready, len(self._children) - ready
 
-    def take(self) -> Child:
-        """The process that will be a working rank soonest: at join, preloaded, warming, or a new one."""
+    def take(self, *, promoted: bool = False) -> Child:
+        """The process that will be a working rank soonest: at join, preloaded, warming, or a new one.
+
+        Where it is to replace a lost rank and none was warm, there will be one more of them.
+        """
         usable = [child for child in self._children if child.alive and self._usable(child)]
         if not usable:
             self._spawn(Mode.PRELOAD, nice=0)
             usable = self._children[-1:]
         best = max(usable, key=_grade)
-        if self._refilled and not best.warm:
+        if promoted and self._refilled and not best.warm:
             self._hold_more()
         self._children.remove(best)
         self._failures = 0
@@ -72,7 +75,7 @@ class StandbyPool:
         self._script_mode = self._script_mode or script_mode
         if self._closed or self._failures >= MAX_FAILURES or any(not child.warm for child in self._children):
             return
-        if len(self._children) > self.wanted:
+        if self._refilled and len(self._children) > self.wanted:
             self._retire_surplus()
         mode = Mode.SCRIPT if self._script_mode and self._script_works else Mode.PRELOAD
         good_enough = [child for child in self._children if mode is Mode.PRELOAD or child.at_join]

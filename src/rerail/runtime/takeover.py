@@ -22,6 +22,7 @@ from rerail.runtime.intake import Intake, Sighting
 from rerail.runtime.journal import Journal
 from rerail.runtime.orders import RankStatus
 from rerail.runtime.rollbacks import Rollbacks
+from rerail.runtime.samples import MarkKind
 
 QUIET_S = 0.1
 """After the last greeting: what agents saw meanwhile follows right behind it and is heard first."""
@@ -94,6 +95,7 @@ class Takeover:
         controller.budget = msgspec.convert(state.get("budget", {}), Budget)
         controller.fleet.high_version = controller.budget.high_version
         controller.rollbacks.restore(state)
+        controller.experience.began = _began(journal)
         for report in journal.records(kind="report"):
             if isinstance(report, Report):
                 controller.experience.note(report)
@@ -184,6 +186,12 @@ def left_to_the_next(controller: Desk, now: float) -> dict[str, Any]:
         # a sign of life, in whole seconds: a new controller sees how long there was none
         "alive": [int(now), _boot_id()],
     }
+
+
+def _began(journal: Journal) -> float:
+    """When this job was started, wall clock; by its first record where an older rerail wrote the journal."""
+    begins = [mark.at for mark in journal.history()[1] if mark.kind is MarkKind.BEGIN]
+    return begins[-1] if begins else (journal.ends() or (0.0, 0.0))[0]
 
 
 def _down_for(mark: Any, now: float) -> float:

@@ -9,7 +9,6 @@ fault repeats it. Made by `session.job`; the snapshots themselves are `session.s
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ from rerail.config import DEPOTS
 from rerail.errors import CheckpointError, StateError
 from rerail.session import compiled, owed, reaching
 from rerail.session.fabric import Mode, fabric, hearing
-from rerail.session.foresight import foresight
+from rerail.session.foresight import RECENT, foresight
 from rerail.session.starting import Starter, device_of, told_by_rank_0
 
 if TYPE_CHECKING:
@@ -71,6 +70,7 @@ class Checkpoints:
         """Saves to come with which the compile cache is written as well."""
         self._metrics: dict[str, float] = {}
         self._saved_s: list[float] = []
+        self._since = 0.0  # when the save that is under way was ordered; 0: none is
         self._generation = 0
         """Of the saves: the last that went back to snapshots. Ranks before and behind a repair count to the same save."""
         self._begun = -1
@@ -155,6 +155,11 @@ class Checkpoints:
         """What the small state of a version says about saving."""
         return self.epoch, self.next_save, self._generation
 
+    def started_anew(self) -> None:
+        """All processes are new and go on from snapshots: soon there will be times to plan with, so the next save is not far."""
+        if self.on and self.next_save >= 0 and not isinstance(self._when, EverySteps):
+            self.next_save = min(self.next_save, self._job._version + FIRST_AFTER)
+
     def went_back(self, generation: int) -> None:
         """The job goes on from snapshots: what is saved again from here may differ in its bits from what was saved."""
         self._generation = generation
@@ -200,13 +205,13 @@ class Checkpoints:
             job=_job_name(),
             metrics=dict(self._metrics),
             layout=self._layout,
-            versions=_versions(),
+            versions=compiled.versions(),
         )
 
     def sealed(self, order: Order) -> None:
         """The snapshot to be saved is whole. From the staging thread."""
         if self._writer is not None:
-            self.newest = order.version
+            self.newest, self._since = order.version, time.monotonic()
             self._writer.save(order)
 
     def from_tensors(self, order: Order, stream: Stream) -> None:
@@ -252,7 +257,7 @@ class Checkpoints:
         if isinstance(self._when, EverySteps):
             self._plan_next()
             return
-        costs = foresight.costs(job._durations, self.stall_s, self._saved_s)
+        costs = foresight.costs(job._durations, self.stall_s, self._saved_s, self._since)
         mine = max(1, self._when.steps(costs)) if costs.step_s or not again else 0  # 0: a newcomer knows nothing yet
         wish = torch.tensor([mine], dtype=torch.int64, device=device_of(job))
         if job.world_size > 1:
@@ -317,9 +322,10 @@ class Checkpoints:
         if outcome.copied_to or outcome.place:
             (self._on_copy if outcome.copied_to else self._on_place)(outcome)
             return
+        self._since = 0.0
         if outcome.ok:
             self._saved_s.append(outcome.seconds)
-            del self._saved_s[:-8]
+            del self._saved_s[:-RECENT]
         what = f"checkpoint of step {outcome.version}"
         if self._speaks or not outcome.ok:
             for note in outcome.notes:
@@ -392,9 +398,3 @@ def _say(text: str) -> None:
 
 def _job_name() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def _versions() -> dict[str, str]:
-    from rerail import __version__
-
-    return {"rerail": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

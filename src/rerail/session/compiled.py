@@ -23,6 +23,13 @@ LARGEST = 1 << 30
 _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.cache")
 
 
+def versions() -> dict[str, str]:
+    """Of what a checkpoint is written with."""
+    from rerail import __version__
+
+    return {"rerail": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
 def environment() -> str:
     """What compiled code depends on, as one word: the code of another is of no use."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()

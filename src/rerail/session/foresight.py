@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from rerail.checkpoint.schedule import Costs, When, young_s
 from rerail.planner.outlook import Outlook
 
+RECENT = 8
+"""Saves whose times count: a store that has become slower or faster shows after half of them."""
 TELL_FROM = 1.25
 """How much an interval has to change to be worth a word in the journal."""
 
@@ -37,13 +39,14 @@ class Foresight:
         best = young_s(cost_s, self._outlook.behind.between_s(time.monotonic() - self._at))
         return math.ceil(max(best, cost_s / share) / step_s)
 
-    def costs(self, durations: Sequence[float], stall_s: float, saved_s: Sequence[float]) -> Costs:
-        """What a rule for checkpoints goes by."""
+    def costs(self, durations: Sequence[float], stall_s: float, saved_s: Sequence[float], since: float = 0.0) -> Costs:
+        """What a rule for checkpoints goes by. `since`: of a save that is not done yet; it takes at least as long as it has taken."""
+        now = time.monotonic()
         return Costs(
             step_s=statistics.median(durations) if durations else 0.0,
             stall_s=stall_s,
-            save_s=statistics.median(saved_s) if saved_s else 0.0,
-            mtbf_s=self._outlook.lost.between_s(time.monotonic() - self._at),
+            save_s=max(statistics.median(saved_s) if saved_s else 0.0, now - since if since else 0.0),
+            mtbf_s=self._outlook.lost.between_s(now - self._at),
         )
 
     def worth_telling(self, when: When, steps: int, costs: Costs) -> str:

@@ -82,6 +82,7 @@ class Rejoiner:
             job._snapshots.drop_behind(limit)
             job._snapshots.drop_unsound()
         if self._assignment.restored and restore.from_arenas(job):
+            job._checkpoints.started_anew()
             return True
         return job._checkpoints.on and job._checkpoints.restore(limit)
 
