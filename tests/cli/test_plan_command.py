@@ -33,6 +33,34 @@ def test_short_jobs_on_hardware_that_seldom_fails_are_told_so(capsys: pytest.Cap
     assert out.startswith("none of this is worth it")
 
 
+@pytest.mark.parametrize("length", ["10min", "59min"])
+def test_jobs_that_end_before_their_first_hourly_checkpoint_are_told_so_too(
+    length: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = plan(capsys, "--gpus", "8", "--params", "3B", "--length", length)
+    assert out.startswith("none of this is worth it")
+
+
+@pytest.mark.parametrize("gpus", ["1", "4", "8"])
+def test_one_node_has_no_other_to_save_to(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(capsys, "--gpus", gpus, "--params", "1e9")
+    assert code == 0 and "another node" not in out and "of 1 nodes" in out
+
+
+def test_what_is_listed_is_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpus", "64", "--params", "7e9")
+    summary, losses, _ = out.split("\n\n")
+    listed = [float(line.split("%")[0].split()[-1]) for line in losses.splitlines()]
+    goodput = float(summary.split("goodput")[1].split("%")[0])
+    assert "waiting for nodes" in losses and "everything else" in losses
+    assert 100 - goodput == pytest.approx(sum(listed), abs=0.01)
+
+
+def test_every_replica_holds_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpus", "64", "--params", "7e9", "--replicas", "64")
+    assert "98 GB, 98 GB on each of 64 devices" in out
+
+
 def test_replicas_need_no_snapshots_for_what_a_replica_has(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = plan(capsys, "--gpus", "64", "--params", "7B", "--replicas", "8", "--json")
     told = json.loads(out)["plan"]["planned"]
@@ -55,7 +83,12 @@ def test_a_file_and_the_command_line_which_comes_first(tmp_path: Path, capsys: p
         (["--gpus", "8", "--params", "3B", "--mtbf", "0"], "mtbf is '0'; it has to be more than 0"),
         (["--gpus", "8", "--params", "3B", "--rate", "-1"], "rate is '-1'; it has to be more than 0"),
         (["--gpus", "8", "--params", "3B", "--write", "3 GBs"], "'GBs' is no unit here; did you mean GB/s?"),
-        (["--gpus", "4", "--params", "3B"], "per_node is 8, but there are only 4 gpus"),
+        (["--gpus", "4", "--params", "3B", "--per-node", "8"], "per_node is 8, but there are only 4 gpus"),
+        (["--gpus", "8", "--params", "3B", "--write", "-1GB/s"], "write is '-1GB/s'; it has to be more than 0"),
+        (["--gpus", "8", "--params", "3B", "--mtbf", "3h", "--rate", "1"], "mtbf is '3h' and rate '1'"),
+        (["--gpus", "8", "--params", "7e15"], "TB on each of 8 gpus, which no device holds"),
+        (["--gpus", "1e12", "--params", "7e9"], "nobody has more than 1e+07"),
+        (["--gpus", "8", "--params", "7e9", "--length", "5 s"], "length is 5 s, but a step takes 10 s"),
         (["--gpus", "8", "--params", "3B", "--replicas", "9"], "replicas is 9, but there are only 8 gpus"),
         (["--gpus", "8.5", "--params", "3B"], "whole numbers are needed"),
         (
@@ -191,8 +224,32 @@ def test_a_journal_of_several_nodes_and_of_incidents_that_are_no_faults(
     job = json.loads(out)["job"]
     assert (job["gpus"], job["per_node"]) == (32, 8)
     assert job["mtbf"] == pytest.approx(600, rel=0.15)
+    assert job["node_share"] < 0.05, "no node was lost"
+
+
+def test_a_job_without_faults_is_not_taken_for_one_that_fails_all_the_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = journal_of(tmp_path / "run", faults=0)
+    journal = Journal(folder / FILE_NAME)
+    why = "a checkpoint every 12 steps"
+    later = Signal(
+        id="s9",
+        job="j",
+        at=1010.0,
+        source="checkpoint.planned",
+        node="n",
+        step=40,
+        payload={"step_s": 0.5, "message": why},
+    )
+    journal.append([(0, later)], {})
+    journal.close()
+    for name in (str(folder), str(folder / FILE_NAME)):
+        _, out, _ = plan(capsys, "--journal", name, "--params", "1e9")
+        assert "0 of 1 nodes" in out and "one every" in out.splitlines()[0] and " d," in out.splitlines()[0], out
+        assert "  step 40: a checkpoint every 12 steps" in out
 
 
 def test_an_impossible_job_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = plan(capsys, "--gpus", "8", "--params", "1e15", "--mtbf", "60")
+    _, out, _ = plan(capsys, "--gpus", "8", "--params", "5e11", "--mtbf", "2", "--write", "1MB/s", "--copy", "1MB/s")
     assert out.startswith("no interval keeps up with these faults")

@@ -102,6 +102,18 @@ def test_a_save_that_is_not_done_yet_takes_at_least_as_long_as_it_has_taken() ->
     assert foresight.costs([0.1], 0.001, [2.0], since=time.monotonic() - 1).save_s == 2.0
 
 
+def test_an_interval_stays_until_something_has_changed_for_good() -> None:
+    foresight, when = Foresight(), Planned(overhead=1.0)
+    for stall in (0.001, 0.0011, 0.0009, 0.001, 0.05, 0.001):  # one that was held up by something else
+        foresight.stalled(stall)
+    costs = foresight.costs([0.1] * 8, 0.05, [0.5])
+    assert costs.stall_s == pytest.approx(0.001)
+    foresight.agreed = foresight.steps(when, costs)
+    again = costs._replace(stall_s=costs.stall_s * 1.3)  # its root is 1.14
+    assert foresight.steps(when, again) == foresight.agreed
+    assert foresight.steps(when, costs._replace(stall_s=costs.stall_s * 4)) > 1.5 * foresight.agreed
+
+
 def test_the_same_interval_is_told_once() -> None:
     foresight, when = Foresight(), Planned()
     costs = foresight.costs([0.1], 0.5, [2.0])

@@ -6,6 +6,8 @@ Called by `cli.main`.
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -15,7 +17,7 @@ import msgspec
 
 from rerail.cli.plan_view import reference, render
 from rerail.errors import ConfigError, UsageError
-from rerail.flow import Rung, Signal
+from rerail.flow import Recovery, Rung, Signal
 from rerail.planner.outlook import rate_of
 from rerail.planner.paper import ASSUMED, Job, answer
 from rerail.planner.rates import usual
@@ -23,13 +25,14 @@ from rerail.planner.units import quantity
 from rerail.report.accounts import NO_FAULTS, accounts
 from rerail.report.partition import Cause
 from rerail.report.summary import find_run, reading, reports
-from rerail.wording import guess
+from rerail.runtime.journal import FILE_NAME
+from rerail.wording import counted, guess
 
 FIELDS = {
     "gpus": ("count", "devices of the job"),
     "params": ("count", "parameters of the model: 405e9, 70B"),
     "mtbf": ("duration", "time between two faults of the whole job: 3.1h"),
-    "rate": ("count", "faults per 1,000 devices and day, where mtbf is not known"),
+    "rate": ("rate", "faults per 1,000 devices and day, where mtbf is not known"),
     "write": ("speed", "to the store beside the cluster, all nodes together: 2.7GB/s"),
     "read": ("speed", "the same for reading"),
     "copy": ("speed", "from a device to its host"),
@@ -48,10 +51,15 @@ FIELDS = {
     "stall_share": ("share", "of a snapshot's copy that the training feels"),
     "noise_share": ("share", "of a snapshot's way to another node or the store that the training feels"),
 }
+PLANNED, DECISIONS = "checkpoint.planned", 5
+SOME = 5
+"""Faults from which a journal's own rate is believed, changes of it included."""
+USUAL = Job(gpus=1, params=1)
 MAY_BE_ZERO = ("node_share", "job_share", "process_down", "node_down", "job_down", "stall_share", "noise_share")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1GB/s is a value, and a wrong one
     for name, (_, what) in FIELDS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, metavar="X", help=what)
     parser.add_argument("--elastic", action="store_true", default=None, help="the job can go on without some nodes")
@@ -68,16 +76,27 @@ def run(args: argparse.Namespace) -> int:
         return 0
     given: dict[str, Any] = {**(_from_file(Path(args.config)) if args.config else {})}
     measured: dict[str, str] = {}
+    decisions: list[str] = []
     if args.journal:
-        found, measured = _from_journal(args.journal)
+        found, measured, decisions = _from_journal(args.journal)
         given = {**found, **given}
     given |= {name: text for name in (*FIELDS, "elastic") if (text := getattr(args, name)) is not None}
+    if given.get("mtbf") and "rate" in given and "mtbf" not in measured:
+        raise ConfigError(f"mtbf is {given['mtbf']!r} and rate {given['rate']!r}; one of them says it all")
     job = _job(given)
     plan = answer(job)
     if args.json:
-        print(msgspec.json.encode({"job": job, "plan": _finite(plan), "assumed": _assumed(given, measured)}).decode())
+        told = {"nodes": job.nodes, "state": job.state, "write": job.write_speed, "read": job.read_speed}
+        told |= {"mtbf": 1 / job.faults_s, "per_node": math.ceil(job.gpus / job.nodes)}
+        whole = {"job": {**msgspec.to_builtins(job), **told}, "plan": _finite(plan)}
+        whole |= {"assumed": _assumed(given, measured), "decisions": decisions}
+        print(msgspec.json.encode(whole).decode())
     else:
         print(render(job, plan, _assumed(given, measured)))
+        print(
+            "\n".join(["", "what the job itself has planned:", *decisions]) if decisions else "",
+            end="\n" * bool(decisions),
+        )
     return 0
 
 
@@ -105,17 +124,19 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is no TOML file: {error}") from error
     for name in given:
         if name not in FIELDS and name != "elastic":
-            raise ConfigError(f"{path}: {name} is not known{guess(name, FIELDS)}")
+            hint = guess(name, FIELDS) or f"; at the top of the file stand {', '.join(list(FIELDS)[:6])} and the like"
+            raise ConfigError(f"{path}: {name} is not known{hint}")
     return given
 
 
-def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a job has measured itself: its faults, and what its repairs and saves took."""
-    folder = find_run(job if "/" not in job else "", job if "/" in job else "")
+def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """What a job has measured itself: its faults, what its repairs took, and how it has planned."""
+    folder = _folder(job)
     with reading(folder) as journal:
         told = [report for report in reports(journal) if report.attempts and report.code not in NO_FAULTS]
         whole = accounts(journal, folder.name)
-        planned = [one for one in journal.records(kind="signal") if getattr(one, "source", "") == "checkpoint.planned"]
+        planned = [s for s in journal.records(kind="signal") if isinstance(s, Signal) and s.source == PLANNED]
+        repairs = [one for one in journal.records(kind="recovery") if isinstance(one, Recovery)]
         nodes = Counter(str(place[0]) for place in journal.state().get("placement") or ())
     if whole is None or not whole.wall_s:
         raise UsageError(f"the journal in {folder} tells of nothing: the job has not begun to train")
@@ -123,9 +144,17 @@ def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str]]:
     # pieces in which the job did not run at all are left out of the time in which it could have failed
     off = [piece for piece in whole.pieces if piece.cause is Cause.OFF]
     faults = [report.at - whole.begin - sum(one.seconds for one in off if one.end <= report.at) for report in told]
-    rate = rate_of([max(0.0, at) for at in faults], 0.0, max(ran, *faults, 0.0), usual(max(1, world)))
-    found: dict[str, Any] = {"mtbf": 1 / rate.mean}
-    why = {"mtbf": f"journal of {folder.name}: {rate.why}"}
+    between = (max(ran, *faults, 0.0) + 1 / usual(max(1, world))) / (len(told) + 1)
+    if len(told) >= SOME:
+        between = 1 / rate_of([max(0.0, at) for at in faults], 0.0, max(ran, *faults, 0.0), usual(world)).mean
+    found: dict[str, Any] = {"mtbf": between}
+    why = {"mtbf": f"{counted(len(told), 'fault')} in the journal of {folder.name}, and what is usual"}
+    taken = sum(report.rung is Rung.SWAP_NODE or report.code == "node.lost" for report in told)
+    found["node_share"] = (taken + USUAL.node_share) / (len(told) + 1)
+    why["node_share"] = f"{taken} of {len(told)} there, and what is usual"
+    if any(source.startswith("replica") for one in repairs for source in one.sources.values()):
+        found["replicas"] = 2
+        why["replicas"] = f"ranks of {folder.name} were restored from replicas; at least two"
     if world:
         found |= {"gpus": world, "per_node": max(nodes.values())}
         why |= dict.fromkeys(("gpus", "per_node"), f"ranks in the journal of {folder.name}")
@@ -134,10 +163,18 @@ def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str]]:
         if mine:
             found[name] = sum(cost.detect + cost.t1 + cost.t2 + cost.t4 for cost in mine) / len(mine)
             why[name] = f"mean of {len(mine)} in the journal of {folder.name}"
-    if planned and isinstance(planned[-1], Signal) and float(planned[-1].payload.get("step_s", 0.0)) > 0:
+    if planned and float(planned[-1].payload.get("step_s", 0.0)) > 0:
         found["step"] = float(planned[-1].payload["step_s"])
         why["step"] = f"measured by {folder.name}"
-    return found, why
+    words = [f"  step {one.step}: {one.payload.get('message', '')}" for one in planned[-DECISIONS:]]
+    return found, why, words
+
+
+def _folder(job: str) -> Path:
+    """By its name, its run directory, or the journal itself."""
+    path = Path(job)
+    path = path.parent if path.name == FILE_NAME else path
+    return find_run("", str(path)) if path.is_dir() or "/" in job else find_run(job)
 
 
 _RUNGS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from rerail.planner.model import Waste
@@ -22,13 +24,13 @@ def render(job: Job, plan: Answer, assumed: dict[str, str]) -> str:
     lines += [
         f"faults    one every {duration(1 / job.faults_s)}, {plan.faults_per_day:.2g} a day: {process:.0%} leave the host "
         f"alive, {job.node_share:.0%} take a node, {job.job_share:.0%} everything",
-        f"state     {size(job.state)}, {size(job.state / job.gpus)} on each of {job.gpus:,.0f} devices",
+        f"state     {size(job.state)}, {size(job.device_state)} on each of {job.gpus:,.0f} devices",
         *_tiers(plan),
         f"spares    {plan.spares.count} of {job.nodes:,} nodes, and {plan.standbys} standby process a node: {plan.spares.why}",
-        f"goodput   {lost.goodput:.2%}; with hourly checkpoints that hold the training up, and restarts of all: "
+        f"goodput   {plan.goodput:.2%}; with hourly checkpoints that hold the training up, and restarts of all: "
         f"{plan.founding.goodput:.2%}",
         "",
-        *_losses(lost),
+        *_losses(lost, plan.spares.short),
     ]
     lines += ["", "assumed, unless it is given:"]
     width = max((len(name) for name in assumed), default=0)
@@ -44,12 +46,13 @@ def _tiers(plan: Answer) -> list[str]:
     return lines
 
 
-def _losses(lost: Waste) -> list[str]:
+def _losses(lost: Waste, short: float) -> list[str]:
     """Where the rest goes, largest first."""
-    parts = {"saving": lost.saving}
+    parts = {"saving": lost.saving, "waiting for nodes": short * lost.goodput}
     parts |= {f"{name}: computed again": share for name, share in lost.again.items()}
     parts |= {f"{name}: standing still": share for name, share in lost.down.items()}
-    foremost = sorted(parts.items(), key=lambda one: -one[1])[:FOREMOST]
+    order = sorted(parts.items(), key=lambda one: -one[1])
+    foremost = [*order[:FOREMOST], ("everything else", sum(share for _, share in order[FOREMOST:]))]
     largest = max(foremost[0][1], 1e-12)
     # bars of report.text show nothing below 0.005, which is meant for seconds
     return [f"  {name:<36}{share:>8.3%}  {bar(share / largest, 1.0)}".rstrip() for name, share in foremost]
@@ -58,7 +61,9 @@ def _losses(lost: Waste) -> list[str]:
 def _value(job: Job, name: str) -> str:
     value = getattr(job, name)
     if name in ("write", "read") and not value:
-        return f"{size((job.write or 1e9 * job.nodes) * (1 if name == 'write' else 2))}/s"
+        return f"{size(job.write_speed if name == 'write' else job.read_speed)}/s"
+    if name == "per_node" and not value:
+        return f"{math.ceil(job.gpus / job.nodes)}"
     if name in ("write", "read", "copy", "net"):
         return f"{size(value)}/s"
     if name in ("mtbf", "step", "length", "repair") or name.endswith("_down"):
@@ -90,6 +95,7 @@ def reference(*, as_json: bool) -> str:
             lines.append(f"  {name:<26}" + "".join(f"{value:>14.1f}" for value in figures))
     lines += [
         "",
+        "The smaller one's load came out of memory; the model reads from the store.",
         "fault at best: T of one fault where saves follow each other without a pause, T0 being half of a flush.",
         "rerail's figures follow from bytes and speeds, and from times measured on one H200 and in the soak",
         "(docs/benchmarks.md); they were not measured on that server.",

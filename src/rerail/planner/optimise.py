@@ -128,5 +128,7 @@ def _why(problem: Problem, tier: Tier, intervals: dict[str, float], lost: Waste)
     if interval <= tier.floor_s * 1.01:
         reason = "a save takes that long" if tier.save_s >= tier.shortest_s else "that is the shortest interval"
         return f"as often as it can be: {reason}; for {faults}"
-    share = tier.stall_s / interval
-    return f"saving costs {share:.2%} of the time there, as much as {faults} would cost more with fewer saves"
+    share = 100 * tier.stall_s / interval
+    return (
+        f"its saves cost {share:.2g} % of the time, which more or fewer of them would not make up for after: {faults}"
+    )

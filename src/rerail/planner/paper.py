@@ -17,6 +17,8 @@ from rerail.planner.rates import PER_DEVICE_S
 from rerail.planner.spares import Spares, worth
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
+MOST, LARGEST = 1e7, 1e12
+"""Devices of a job, and bytes that one of them holds."""
 SHORT_S = HOUR_S
 """Jobs that are shorter need no plan (the founding advice), unless faults are frequent."""
 NOT_WORTH = 0.01
@@ -40,7 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """From a device to its host's memory."""
     net: float = 25e9
     """Of one node to another."""
-    per_node: float = 8
+    per_node: float = 0
+    """0: eight, or as many as there are."""
     replicas: float = 1
     """How many ranks hold the same state: more than 1, and a lost one is copied from another."""
     bytes_per_param: float = 14.0
@@ -64,12 +67,32 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def nodes(self) -> int:
-        return math.ceil(self.gpus / self.per_node)
+        return math.ceil(self.gpus / (self.per_node or min(8, self.gpus)))
+
+    @property
+    def write_speed(self) -> float:
+        """Bytes a second, all nodes together."""
+        return self.write or 1e9 * self.nodes
+
+    @property
+    def read_speed(self) -> float:
+        """The same for reading."""
+        return self.read or 2 * self.write_speed
 
     @property
     def state(self) -> float:
         """Bytes of what has to be saved, each of them once."""
         return self.params * self.bytes_per_param
+
+    @property
+    def device_state(self) -> float:
+        """Bytes of it that one device holds."""
+        return min(self.state, self.state * self.replicas / self.gpus)
+
+    @property
+    def node_state(self) -> float:
+        """Bytes of it that one node has to keep."""
+        return min(self.state, self.state * self.replicas / self.nodes)
 
     @property
     def faults_s(self) -> float:
@@ -78,6 +101,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def check(self) -> None:
         """Refuse sizes that contradict each other."""
+        if self.gpus > MOST:
+            raise ConfigError(f"gpus is {self.gpus:g}; nobody has more than {MOST:g}")
+        if self.device_state > LARGEST:
+            raise ConfigError(
+                f"params is {self.params:g}: that is {self.device_state / 1e12:.3g} TB on each of {self.gpus:g} gpus, which no "
+                "device holds; more gpus or fewer params are needed"
+            )
+        if 0 < self.length < self.step:
+            raise ConfigError(f"length is {self.length:g} s, but a step takes {self.step:g} s")
         if self.per_node > self.gpus:
             raise ConfigError(f"per_node is {self.per_node:g}, but there are only {self.gpus:g} gpus")
         if self.replicas > self.gpus:
@@ -98,6 +130,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     planned: Planned
     spares: Spares
     standbys: int
+    goodput: float
+    """All of it: without what is saved, lost and waited for."""
     founding: Waste
     """The same faults met with hourly checkpoints that the training waits for, and a restart of all."""
     verdict: str = ""
@@ -106,44 +140,39 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def problem_of(job: Job) -> Problem:
     """Hazards and tiers of rerail."""
-    faults, node_state = job.faults_s, job.state / job.nodes
-    copy_s = job.state / job.gpus / job.copy
+    faults, node_state, write, read = job.faults_s, job.node_state, job.write_speed, job.read_speed
+    copy_s = job.device_state / job.copy
     stall_s = job.stall_share * copy_s
-    write, read = job.write or 1e9 * job.nodes, job.read or 2 * (job.write or 1e9 * job.nodes)
     has_replica = 0.0 if job.replicas > 1 else 1.0
+    memory = Tier(
+        name="memory", stall_s=stall_s, save_s=copy_s, restore_s=copy_s, survives="process", shortest_s=job.step
+    )
+    moving_s = node_state / job.net
+    buddy = Tier(
+        name="buddy",
+        of="memory",
+        stall_s=job.noise_share * moving_s,
+        save_s=copy_s + moving_s,
+        restore_s=copy_s + moving_s,
+        survives="node",
+        shortest_s=job.step,
+    )
+    store = Tier(
+        name="store",
+        of="memory",
+        stall_s=job.noise_share * job.state / write,
+        save_s=copy_s + job.state / write,
+        restore_s=job.state / read,
+        survives="job",
+        shortest_s=job.step,
+    )
+    process = 1 - job.node_share - job.job_share
     return Problem(
-        tiers=(
-            Tier(
-                name="memory",
-                stall_s=stall_s,
-                save_s=copy_s,
-                restore_s=copy_s,
-                survives="process",
-                shortest_s=job.step,
-            ),
-            Tier(
-                name="buddy",
-                of="memory",
-                stall_s=job.noise_share * node_state / job.net,
-                save_s=copy_s + node_state / job.net,
-                restore_s=copy_s + node_state / job.net,
-                survives="node",
-                shortest_s=job.step,
-            ),
-            Tier(
-                name="store",
-                of="memory",
-                stall_s=job.noise_share * job.state / write,
-                save_s=copy_s + job.state / write,
-                restore_s=job.state / read,
-                survives="job",
-                shortest_s=job.step,
-            ),
-        ),
+        tiers=(memory, buddy, store) if job.nodes > 1 else (memory, store),
         hazards=(
             Hazard(
                 name="process or device",
-                rate=faults * (1 - job.node_share - job.job_share),
+                rate=faults * process,
                 scope="process",
                 down_s=job.process_down,
                 rho=has_replica,
@@ -156,9 +185,11 @@ def problem_of(job: Job) -> Problem:
 
 def founding(job: Job, interval_s: float = HOUR_S) -> Waste:
     """What is lost by hourly checkpoints, written while the training waits, and a restart of all at every fault."""
-    write, read = job.write or 1e9 * job.nodes, job.read or 2 * (job.write or 1e9 * job.nodes)
-    save_s = job.state / write
-    store = Tier(name="store", stall_s=save_s, save_s=0.0, restore_s=job.state / read, survives="job")
+    save_s = job.state / job.write_speed
+    if 0 < job.length < interval_s:  # it ends before its first save
+        lost = job.faults_s * (job.length / 2 + FOUND_S + job.job_down)
+        return Waste(again={"any": lost / (1 + lost)}, source={"any": ""}, total=lost / (1 + lost))
+    store = Tier(name="store", stall_s=save_s, save_s=0.0, restore_s=job.state / job.read_speed, survives="job")
     fault = Hazard(name="any", rate=job.faults_s, scope="job", down_s=FOUND_S + job.job_down)
     return waste(Problem(tiers=(store,), hazards=(fault,)), {"store": max(interval_s, save_s)})
 
@@ -172,10 +203,12 @@ def answer(job: Job) -> Answer:
     job.check()
     planned, before = best(problem_of(job)), founding(job)
     taken = job.faults_s * job.node_share
+    spares = worth(job.nodes, taken, job.repair, elastic=job.elastic)
     return Answer(
         faults_per_day=job.faults_s * DAY_S,
         planned=planned,
-        spares=worth(job.nodes, taken, job.repair, elastic=job.elastic),
+        spares=spares,
+        goodput=planned.waste.goodput * (1 - spares.short),
         standbys=1,
         founding=before,
         verdict=_verdict(job, planned.waste, before),
@@ -191,7 +224,7 @@ def _verdict(job: Job, lost: Waste, before: Waste) -> str:
     expected = job.faults_s * job.length
     if not job.length or before.total > NOT_WORTH:
         return ""
-    if job.length <= SHORT_S or expected < 0.05:
+    if expected < (1 if job.length <= SHORT_S else 0.05):
         return (
             f"none of this is worth it: {expected:.2g} faults are expected in the whole job, and even hourly checkpoints "
             f"and restarts would cost {before.total:.2%} of it"

@@ -36,7 +36,7 @@ def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool) -> Spares:
     for name, value in (("rate", rate), ("repair_s", repair_s)):
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} of nodes is {value}; it has to be 0 or more")
-    mean = rate * repair_s
+    mean = min(rate * repair_s, float(nodes))  # more than all of them cannot be away
     # a coarse look first: more than some hundred are counted in steps
     most = min(MOST, _enough(mean))
     stride = max(1, most // 256)

@@ -15,9 +15,12 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.
 _SECONDS |= {"days": 86_400.0, "hours": 3600.0, "hour": 3600.0, "week": 604_800.0, "weeks": 604_800.0}
 _BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 _BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "PiB": 2.0**50}
-_PIECES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_BYTES |= {"kB": 1e3}
+_PIECES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/%]*)\s*")
 
+PLAIN = 1e6
+"""A speed without a unit is in bytes a second, but nobody means less than this."""
 KINDS = {
     "duration": ({"": 1.0, **_SECONDS}, "a time such as 90 s, 15 min, 3 h or 2 d"),
     "speed": (
@@ -26,6 +29,7 @@ KINDS = {
     ),
     "size": (_BYTES, "a size such as 42GB"),
     "count": (_PIECES, "a number such as 405e9, 70B or 16384"),
+    "rate": ({"": 1.0}, "a number such as 0.47"),
     "share": ({"": 1.0, "%": 0.01}, "a share such as 0.2"),
 }
 """By kind: the factors of its units, and what one looks like."""
@@ -40,12 +44,16 @@ def quantity(field: str, text: str | float, kind: str, *, zero: bool = False) ->
     if isinstance(text, str) and found is None:
         raise ConfigError(f"{field} is {text!r}; {wanted} is needed")
     number, unit = (float(found[1]), found[2]) if found is not None else (float(text), "")
-    if unit not in units and not (kind == "speed" and unit == ""):
+    if kind == "speed" and not unit and number >= PLAIN:
+        unit = "B/s"
+    if unit not in units:
         known = [name for name in units if name]
-        raise ConfigError(
-            f"{field} is {text!r}: {unit!r} is no unit here{guess(unit, known)}; known are {', '.join(known)}"
-        )
-    value = number * units.get(unit, 1.0)
+        alike = next((f"; did you mean {one}?" for one in known if one.lower() == unit.lower()), guess(unit, known))
+        lacking = f"{unit!r} is no unit here{alike}" if unit else "its unit is missing"
+        raise ConfigError(f"{field} is {text!r}: {lacking}; known are {', '.join(known)}")
+    value = number * units[unit]
+    if math.isinf(value):
+        raise ConfigError(f"{field} is {text!r}, which is too large: {wanted}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ConfigError(f"{field} is {text!r}; it has to be {'0 or more' if zero else 'more than 0'}: {wanted}")
     if kind == "share" and value > 1:

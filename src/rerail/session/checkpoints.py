@@ -231,9 +231,8 @@ class Checkpoints:
 
     def missed(self, version: int, why: str = "the one before is still being written") -> None:
         """The save is left out, not waited for, and the other ranks hear of it."""
-        tiers, step, rank = self._tiers, self.order(version).id, self._job.rank
-        coordinator = self._job.seats[0]
-        owed.in_background(lambda: decline(reaching.answering(tiers, write=True), step, rank, why, coordinator))
+        tiers, step, rank, first = self._tiers, self.order(version).id, self._job.rank, self._job.seats[0]
+        owed.in_background(lambda: decline(reaching.answering(tiers, write=True), step, rank, why, first))
         if self._speaks:
             self._tell("failed", version, f"checkpoint of step {version} left out: {why}")
 
@@ -258,7 +257,7 @@ class Checkpoints:
             self._plan_next()
             return
         costs = foresight.costs(job._durations, self.stall_s, self._saved_s, self._since)
-        mine = max(1, self._when.steps(costs)) if costs.step_s or not again else 0  # 0: a newcomer knows nothing yet
+        mine = foresight.steps(self._when, costs) if costs.step_s or not again else 0  # 0: a newcomer knows nothing yet
         wish = torch.tensor([mine], dtype=torch.int64, device=device_of(job))
         if job.world_size > 1:
             with hearing.paused():
@@ -267,7 +266,8 @@ class Checkpoints:
             steps = int(wish.item())
             planned = job._version + steps
             self.next_save = planned if not again else min(due, planned) if steps else due
-            if self._speaks and steps and (text := foresight.worth_telling(self._when, steps, costs)):
+            foresight.agreed = steps or foresight.agreed
+            if self._speaks and costs.step_s and (text := foresight.worth_telling(self._when, steps, costs)):
                 self._note("planned", job._version, text, {**costs._asdict(), "steps": steps})
 
     def _settle(self) -> threading.Thread | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from rerail.checkpoint.schedule import Costs, When, young_s
@@ -29,6 +30,9 @@ class Foresight:
         self.resumed = -1
         """The version that the newest plan goes on from: there everybody plans anew."""
         self._told = 0
+        self._stalls: deque[float] = deque(maxlen=RECENT)
+        self.agreed = 0
+        """Steps between two checkpoints that all have agreed on last; 0: none yet."""
 
     def take(self, outlook: Outlook, version: int) -> None:
         """A plan has come."""
@@ -44,10 +48,19 @@ class Foresight:
         now = time.monotonic()
         return Costs(
             step_s=statistics.median(durations) if durations else 0.0,
-            stall_s=stall_s,
+            stall_s=statistics.median(self._stalls) if self._stalls else stall_s,
             save_s=max(statistics.median(saved_s) if saved_s else 0.0, now - since if since else 0.0),
             mtbf_s=self._outlook.lost.between_s(now - self._at),
         )
+
+    def stalled(self, seconds: float) -> None:
+        """A snapshot held the training up for so long."""
+        self._stalls.append(seconds)
+
+    def steps(self, when: When, costs: Costs) -> int:
+        """Steps until the next checkpoint: what was agreed last, unless something has changed for good."""
+        wish = max(1, when.steps(costs))
+        return self.agreed if self.agreed and 1 / TELL_FROM < wish / self.agreed < TELL_FROM else wish
 
     def worth_telling(self, when: When, steps: int, costs: Costs) -> str:
         """Why the next checkpoint is so many steps away, if that is news."""

@@ -195,6 +195,7 @@ class Snapshotter:
             self._took_s += self.stalled_s
             self._costs.append(self._took_s + self._stager.cpu_s)
             self._job._checkpoints.stall_s = self._took_s
+            foresight.stalled(self._took_s)
 
     def drop_behind(self, version: int) -> None:
         """Nothing later than this is to be gone back to."""
