@@ -144,13 +144,16 @@ def _from_journal(job: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     # pieces in which the job did not run at all are left out of the time in which it could have failed
     off = [piece for piece in whole.pieces if piece.cause is Cause.OFF]
     faults = [report.at - whole.begin - sum(one.seconds for one in off if one.end <= report.at) for report in told]
-    between = (max(ran, *faults, 0.0) + 1 / usual(max(1, world))) / (len(told) + 1)
+    ran, prior = max(ran, *faults, 1e-3), usual(max(1, world))
+    between = (ran + 1 / prior) / (len(told) + 1)
+    if len(told) > 1:
+        between = min(between, ran / (len(told) - 1))
     if len(told) >= SOME:
-        between = 1 / rate_of([max(0.0, at) for at in faults], 0.0, max(ran, *faults, 0.0), usual(world)).mean
+        between = 1 / rate_of([max(0.0, at) for at in faults], 0.0, ran, prior).mean
     found: dict[str, Any] = {"mtbf": between}
     why = {"mtbf": f"{counted(len(told), 'fault')} in the journal of {folder.name}, and what is usual"}
     taken = sum(report.rung is Rung.SWAP_NODE or report.code == "node.lost" for report in told)
-    found["node_share"] = (taken + USUAL.node_share) / (len(told) + 1)
+    found["node_share"] = (taken + USUAL.node_share * prior * ran) / max(len(told), prior * ran)
     why["node_share"] = f"{taken} of {len(told)} there, and what is usual"
     if any(source.startswith("replica") for one in repairs for source in one.sources.values()):
         found["replicas"] = 2

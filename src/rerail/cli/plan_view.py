@@ -28,7 +28,7 @@ def render(job: Job, plan: Answer, assumed: dict[str, str]) -> str:
         *_tiers(plan),
         f"spares    {plan.spares.count} of {job.nodes:,} nodes, and {plan.standbys} standby process a node: {plan.spares.why}",
         f"goodput   {plan.goodput:.2%}; with hourly checkpoints that hold the training up, and restarts of all: "
-        f"{plan.founding.goodput:.2%}",
+        f"{plan.usually:.2%}",
         "",
         *_losses(lost, plan.spares.short),
     ]

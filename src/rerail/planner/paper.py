@@ -132,6 +132,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     standbys: int
     goodput: float
     """All of it: without what is saved, lost and waited for."""
+    usually: float
+    """The goodput of the same job with what follows."""
     founding: Waste
     """The same faults met with hourly checkpoints that the training waits for, and a restart of all."""
     verdict: str = ""
@@ -210,6 +212,7 @@ def answer(job: Job) -> Answer:
         spares=spares,
         goodput=planned.waste.goodput * (1 - spares.short),
         standbys=1,
+        usually=before.goodput * (1 - spares.short),
         founding=before,
         verdict=_verdict(job, planned.waste, before),
     )
