@@ -38,7 +38,7 @@ def test_the_published_rate_is_the_published_counts() -> None:
 def test_units_are_understood() -> None:
     assert scenario({"reboot_s": "30min"}).reboot_s == 1800
     assert scenario({"days": "36 h"}).days == 1.5
-    assert scenario({"state_gb": "2TB"}).state_gb == 2000
+    assert scenario({"state_gb": "2TB", "shard_gb": 250}).state_gb == 2000
     assert scenario({"storage_gb_s": "1.5TB/s"}).storage_gb_s == 1500
     assert scenario({"elastic": "yes"}).elastic is True
 
@@ -98,3 +98,11 @@ def test_files_are_read_or_refused(tmp_path: Path) -> None:
         read_file(bad)
     with pytest.raises(UsageError, match="cannot be read"):
         read_file(tmp_path)
+
+
+def test_a_state_that_the_devices_cannot_hold_is_refused() -> None:
+    values = {"gpus": 8, "per_node": 8, "state_gb": 4860, "shard_gb": 6.9}
+    with pytest.raises(
+        ConfigError, match=r"gpus is 8: shards of 6.9 GB \(shard_gb\) do not hold the 4860 GB of state_gb"
+    ):
+        scenario({**preset("llama3-405b").values, **values})

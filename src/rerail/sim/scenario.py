@@ -248,6 +248,11 @@ def _consistent(one: Scenario, where: str) -> None:
         raise ConfigError(
             f"{where}shard_gb is {one.shard_gb:g}, which is more than the whole state ({one.state_gb:g} GB in state_gb)"
         )
+    if one.shard_gb * one.gpus < one.state_gb:
+        raise ConfigError(
+            f"{where}gpus is {one.gpus}: shards of {one.shard_gb:g} GB (shard_gb) do not hold the {one.state_gb:g} GB of state_gb; "
+            f"{math.ceil(one.state_gb / one.shard_gb)} would, or shard_gb={one.state_gb / one.gpus:.3g}"
+        )
 
 
 def parsed(pairs: list[str]) -> dict[str, str]:
