@@ -28,7 +28,6 @@ from typing import NamedTuple
 from rerail.cli.watch import RerailJob
 from rerail.flow import Cost, Report, Rung
 from rerail.planner.model import Tier
-from rerail.runtime.experience import mean_cost
 from rerail.sim.kinds import shape_of
 from rerail.sim.policies import policy
 from rerail.sim.run import Measured, predict
@@ -107,6 +106,11 @@ def figures(short: Seen, wall_s: float, faults: list[tuple[float, int, str]]) ->
         detect_s={how: statistics.mean(told) for how, told in unseen.items()},
         faults=tuple((at, 0, rank, codes[kind]) for at, rank, kind in faults),
     )
+
+
+def mean_cost(costs: list[Cost]) -> Cost:
+    """The mean of each part."""
+    return Cost(**{part: statistics.mean(getattr(cost, part) for cost in costs) for part in Cost.__struct_fields__})
 
 
 def show(name: str, seen: Seen) -> None:

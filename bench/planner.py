@@ -20,12 +20,12 @@ import time
 
 import numpy as np
 
-from rerail.checkpoint.schedule import Costs, Planned, young_s
-from rerail.planner.model import SCOPES, Hazard, Problem, Tier, waste
+from rerail.checkpoint.schedule import Costs, Planned
+from rerail.planner.model import SCOPES, Hazard, Problem, Tier, waste, young_s
 from rerail.planner.optimise import LONGEST, best, young
 from rerail.planner.outlook import look_ahead
 from rerail.planner.rates import usual
-from rerail.session.foresight import Foresight
+from rerail.session.foresight import RECENT, Foresight
 
 POINTS = 40
 
@@ -187,7 +187,9 @@ def after_a_change(seed: int) -> None:
         )
     for factor, words in ((10.0, "ten times as slow a store"), (0.1, "ten times as fast a store")):
         saved = [8.0] * 30 + [8.0 * factor * rng.uniform(0.8, 1.2) for _ in range(10)]
-        costs = Foresight().costs([0.01] * 64, 1e-4, saved[-8:])
+        foresight = Foresight()
+        foresight.stalled(1e-4)
+        costs = foresight.costs([0.01] * 64, saved[-RECENT:])
         true = costs._replace(save_s=8.0 * factor)
         off = Planned().steps(costs) / Planned().steps(true) - 1
         print(f"  {words}, after 10 saves whose times differ by up to 20 %: {off:+.1%}")

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from rerail.checkpoint.schedule import CheckFreq, Costs, Planned, young_s
+from rerail.checkpoint.schedule import CheckFreq, Costs, Planned
 from rerail.flow import Cost, Report, Rung
+from rerail.planner.model import young_s
 from rerail.planner.outlook import Course, Outlook, look_ahead
 from rerail.planner.rates import usual
 from rerail.runtime.experience import Experience
@@ -81,7 +82,8 @@ def test_checkpoints_follow_a_tenfold_change_of_the_rate_within_five_faults(time
 def test_checkpoints_follow_a_tenfold_change_of_the_write_speed_within_ten_saves(times: float) -> None:
     foresight = Foresight()
     saved = [8.0] * 30 + [8.0 / times] * 10
-    costs = foresight.costs([0.1] * 64, 0.001, saved[-RECENT:])
+    foresight.stalled(0.001)
+    costs = foresight.costs([0.1] * 64, saved[-RECENT:])
     assert costs.save_s == 8.0 / times
     rule = CheckFreq()  # its interval is the time that a save takes, where the stall is small
     assert rule.steps(costs) * 0.1 == pytest.approx(8.0 / times, rel=0.1)
@@ -98,15 +100,15 @@ def test_snapshots_become_rarer_as_a_job_proves_sound_and_never_cost_more_than_t
 
 def test_a_save_that_is_not_done_yet_takes_at_least_as_long_as_it_has_taken() -> None:
     foresight = Foresight()
-    assert foresight.costs([0.1], 0.001, [], since=time.monotonic() - 60).save_s >= 60
-    assert foresight.costs([0.1], 0.001, [2.0], since=time.monotonic() - 1).save_s == 2.0
+    assert foresight.costs([0.1], [], since=time.monotonic() - 60).save_s >= 60
+    assert foresight.costs([0.1], [2.0], since=time.monotonic() - 1).save_s == 2.0
 
 
 def test_an_interval_stays_until_something_has_changed_for_good() -> None:
     foresight, when = Foresight(), Planned(overhead=1.0)
     for stall in (0.001, 0.0011, 0.0009, 0.001, 0.05, 0.001):  # one that was held up by something else
         foresight.stalled(stall)
-    costs = foresight.costs([0.1] * 8, 0.05, [0.5])
+    costs = foresight.costs([0.1] * 8, [0.5])
     assert costs.stall_s == pytest.approx(0.001)
     foresight.agreed = foresight.steps(when, costs)
     again = costs._replace(stall_s=costs.stall_s * 1.3)  # its root is 1.14
@@ -116,7 +118,8 @@ def test_an_interval_stays_until_something_has_changed_for_good() -> None:
 
 def test_the_same_interval_is_told_once() -> None:
     foresight, when = Foresight(), Planned()
-    costs = foresight.costs([0.1], 0.5, [2.0])
+    foresight.stalled(0.5)
+    costs = foresight.costs([0.1], [2.0])
     assert "every 100 steps (Planned)" in foresight.worth_telling(when, 100, costs)
     assert not foresight.worth_telling(when, 110, costs)
     assert "every 200 steps" in foresight.worth_telling(when, 200, costs)
@@ -126,7 +129,7 @@ def test_rates_fall_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
     foresight = Foresight()
     foresight.take(Outlook(), 7)
     now = time.monotonic()
-    before = foresight.costs([], 0.0, []).mtbf_s
+    before = foresight.costs([], []).mtbf_s
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600.0)
-    assert foresight.costs([], 0.0, []).mtbf_s == pytest.approx(before + 3600.0, rel=0.01)
+    assert foresight.costs([], []).mtbf_s == pytest.approx(before + 3600.0, rel=0.01)
     assert foresight.resumed == 7

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-DAY_S = 86_400.0
+from rerail.planner.model import young_s
+from rerail.planner.rates import DAY_S
 
 
 class Costs(NamedTuple):
@@ -51,11 +52,6 @@ class EverySeconds(NamedTuple):
 
     def steps(self, costs: Costs) -> int:
         return _steps(self.seconds, costs)
-
-
-def young_s(cost_s: float, mtbf_s: float) -> float:
-    """Young's interval, in seconds."""
-    return math.sqrt(2 * cost_s * mtbf_s)
 
 
 class YoungDaly(NamedTuple):

@@ -110,6 +110,11 @@ class Waste(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 - self.total
 
 
+def young_s(cost_s: float, mtbf_s: float) -> float:
+    """Young's interval, in seconds."""
+    return math.sqrt(2 * cost_s * mtbf_s)
+
+
 def outlives(tier: Tier, hazard: Hazard) -> bool:
     """Whether what the tier keeps is still there after such a fault."""
     return SCOPES.index(tier.survives) >= SCOPES.index(hazard.scope)

@@ -8,14 +8,13 @@ Used by `rerail plan`, by the simulator and by the checkpoint schedule of a runn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 
-from rerail.planner.model import SCOPES, Problem, Tier, Waste, effective, outlives, waste
+from rerail.planner.model import SCOPES, Problem, Tier, Waste, effective, outlives, waste, young_s
+from rerail.planner.search import least
 
 ROUNDS = 12
-_GOLDEN = (math.sqrt(5) - 1) / 2
 LONGEST = 20.0
 """Times the mean time between faults: nobody waits longer for a save."""
 SAME = 1e-5
@@ -37,7 +36,7 @@ def young(problem: Problem) -> dict[str, float]:
     found = {}
     for tier in problem.tiers:
         rate = _rate_for(problem, tier)
-        ideal = math.sqrt(2 * tier.stall_s / rate) if rate > 0 else _longest(problem)
+        ideal = young_s(tier.stall_s, 1 / rate) if rate > 0 else _longest(problem)
         found[tier.name] = min(max(ideal, tier.floor_s), max(_longest(problem), tier.floor_s))
     return effective(problem, found)
 
@@ -77,26 +76,13 @@ def _descend(problem: Problem, start: dict[str, float]) -> dict[str, float]:
 
 
 def _least(problem: Problem, intervals: dict[str, float], tier: Tier) -> float:
-    """The best interval of one tier, the others staying as they are: a look along the range, then closer and closer."""
-    low, high = math.log(tier.floor_s), math.log(max(_longest(problem), tier.floor_s * 1.001))
+    """The best interval of one tier, the others staying as they are."""
 
-    def cost(log_s: float) -> float:
-        return waste(problem, {**intervals, tier.name: math.exp(log_s)}).total
+    def cost(seconds: float) -> float:
+        return waste(problem, {**intervals, tier.name: seconds}).total
 
-    marks = [low + (high - low) * n / 48 for n in range(49)]
-    near = min(range(49), key=lambda n: cost(marks[n]))
-    there = _golden(cost, marks[max(0, near - 1)], marks[min(48, near + 1)])
-    return math.exp(min((there, marks[near], math.log(intervals[tier.name])), key=cost))
-
-
-def _golden(cost: Callable[[float], float], a: float, b: float) -> float:
-    for _ in range(32):
-        c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
-        if cost(c) <= cost(d):
-            b = d
-        else:
-            a = c
-    return (a + b) / 2
+    found = least(cost, tier.floor_s, max(_longest(problem), tier.floor_s * 1.001), marks=48, closer=32)
+    return min((found, intervals[tier.name]), key=cost)
 
 
 def _longest(problem: Problem) -> float:

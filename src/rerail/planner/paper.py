@@ -13,10 +13,10 @@ import msgspec
 from rerail.errors import ConfigError
 from rerail.planner.model import Hazard, Problem, Tier, Waste, waste
 from rerail.planner.optimise import Planned, best
-from rerail.planner.rates import PER_DEVICE_S
+from rerail.planner.rates import DAY_S, PER_DEVICE_S
 from rerail.planner.spares import Spares, worth
 
-HOUR_S, DAY_S = 3600.0, 86_400.0
+HOUR_S = 3600.0
 MOST, LARGEST = 1e7, 1e12
 """Devices of a job, and bytes that one of them holds."""
 SHORT_S = HOUR_S

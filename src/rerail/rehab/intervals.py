@@ -21,11 +21,12 @@ Outside that range, and where the denominator is not positive, the minimum is fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from rerail.checkpoint.schedule import young_s
 from rerail.errors import ConfigError
+from rerail.planner.model import young_s
+from rerail.planner.search import least
 
 SHORTEST = 10.0
 """Times the cost of a checkpoint: below that the closed form forgets too much of it."""
@@ -35,7 +36,6 @@ SURE = 0.05
 """Of lambda sqrt(A / Ts): a smaller denominator is a difference of two numbers that nobody knows so well."""
 _FARTHEST = 1e4
 """Times the mean time between faults: nobody waits longer for a checkpoint."""
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Curves(NamedTuple):
@@ -96,7 +96,9 @@ def pcip(curves: Curves, rate: float, save_s: float) -> Interval:
     seconds = pcip_closed(curves, rate, save_s)
     if not (why := _doubts(seconds, curves, rate, save_s)) and seconds is not None:
         return Interval(seconds, "closed form", pcip_cost(seconds, curves, rate, save_s))
-    seconds = _least(lambda tc: pcip_cost(tc, curves, rate, save_s), *_bounds(curves, rate, save_s))
+    seconds = least(
+        lambda tc: pcip_cost(tc, curves, rate, save_s), *_bounds(curves, rate, save_s), marks=400, closer=80
+    )
     return Interval(seconds, "numeric", pcip_cost(seconds, curves, rate, save_s), why)
 
 
@@ -151,21 +153,6 @@ def _saving(interval_s: float, rate: float, save_s: float) -> float:
     """Seconds spent on checkpoints between two faults."""
     between = rate * (interval_s + save_s)
     return save_s / math.expm1(between) if between < 700 else 0.0
-
-
-def _least(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Where the cost is least: a coarse look along the whole range, then closer and closer."""
-    a, b = math.log(low), math.log(high)
-    marks = [a + (b - a) * n / 400 for n in range(401)]
-    best = min(range(401), key=lambda n: cost(math.exp(marks[n])))
-    a, b = marks[max(0, best - 1)], marks[min(400, best + 1)]
-    for _ in range(80):
-        c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
-        if cost(math.exp(c)) <= cost(math.exp(d)):
-            b = d
-        else:
-            a = c
-    return math.exp((a + b) / 2)
 
 
 def _insist(**values: float) -> None:

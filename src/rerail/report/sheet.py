@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rerail.report.accounts import Accounts, Incident
 from rerail.report.partition import MEANING, PHASES, Cause
-from rerail.report.text import bar
+from rerail.report.text import aligned, bar
 from rerail.wording import counted
 
 ROWS = 30
@@ -179,16 +179,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _aligned(table: Table) -> list[str]:
-    rows = [table.head, *table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in table.left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return [f"  {line}" for line in aligned([table.head, *table.rows], table.left)]
 
 
 def _escaped(cell: str) -> str:

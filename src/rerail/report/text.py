@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rerail.faults.catalog import Catalog
 from rerail.flow import Decision, Diagnosis, Recovery, Report, Rung, Severity
@@ -94,16 +94,19 @@ def table(reports: Sequence[Report]) -> str:
     if not reports:
         return "no incidents"
     head = ("#", "when", "what", "done", "lost", "detect", "T0", "T1", "T2", "T3", "T4", "total")
-    rows = [head, *(_row(report) for report in reports)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    left = {1, 2, 3}
-    return "\n".join(
+    return "\n".join(aligned([head, *(_row(report) for report in reports)], left={1, 2, 3}))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows with their columns below one another: words from the `left`, all others from the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    )
+    ]
 
 
 def seen_table(found: Sequence[Seen]) -> list[str]:

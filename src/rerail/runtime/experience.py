@@ -61,8 +61,3 @@ def usual_cost(costs: Sequence[Cost]) -> Cost:
     """The median of each part, detection aside."""
     parts = [name for name in Cost.__struct_fields__ if name != "detect"]
     return Cost(**{name: median(getattr(cost, name) for cost in costs) for name in parts})
-
-
-def mean_cost(costs: Sequence[Cost]) -> Cost:
-    """The mean of each part, over the incidents of one kind."""
-    return Cost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in Cost.__struct_fields__})

@@ -77,8 +77,6 @@ class Checkpoints:
         """The version whose save was begun last."""
         self._new_here = False
         """This process took the place of another, and has not yet looked at what that one owed."""
-        self.stall_s = 0.0
-        """What the last snapshot for a save cost the trainer."""
 
     # --- set up ---
 
@@ -256,7 +254,7 @@ class Checkpoints:
         if isinstance(self._when, EverySteps):
             self._plan_next()
             return
-        costs = foresight.costs(job._durations, self.stall_s, self._saved_s, self._since)
+        costs = foresight.costs(job._durations, self._saved_s, self._since)
         mine = foresight.steps(self._when, costs) if costs.step_s or not again else 0  # 0: a newcomer knows nothing yet
         wish = torch.tensor([mine], dtype=torch.int64, device=device_of(job))
         if job.world_size > 1:

@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from rerail.checkpoint.schedule import Costs, When, young_s
+from rerail.checkpoint.schedule import Costs, When
+from rerail.planner.model import young_s
 from rerail.planner.outlook import Outlook
 
 RECENT = 8
@@ -43,12 +44,12 @@ class Foresight:
         best = young_s(cost_s, self._outlook.behind.between_s(time.monotonic() - self._at))
         return math.ceil(max(best, cost_s / share) / step_s)
 
-    def costs(self, durations: Sequence[float], stall_s: float, saved_s: Sequence[float], since: float = 0.0) -> Costs:
+    def costs(self, durations: Sequence[float], saved_s: Sequence[float], since: float = 0.0) -> Costs:
         """What a rule for checkpoints goes by. `since`: of a save that is not done yet; it takes at least as long as it has taken."""
         now = time.monotonic()
         return Costs(
             step_s=statistics.median(durations) if durations else 0.0,
-            stall_s=statistics.median(self._stalls) if self._stalls else stall_s,
+            stall_s=statistics.median(self._stalls) if self._stalls else 0.0,
             save_s=max(statistics.median(saved_s) if saved_s else 0.0, now - since if since else 0.0),
             mtbf_s=self._outlook.lost.between_s(now - self._at),
         )

@@ -194,7 +194,6 @@ class Snapshotter:
             self.stalled_s = time.monotonic() - waited
             self._took_s += self.stalled_s
             self._costs.append(self._took_s + self._stager.cpu_s)
-            self._job._checkpoints.stall_s = self._took_s
             foresight.stalled(self._took_s)
 
     def drop_behind(self, version: int) -> None:

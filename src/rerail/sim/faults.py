@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from rerail.planner.rates import DAY_S
 from rerail.sim.kinds import Kind, kinds, seen_as
-from rerail.sim.scenario import DAY_S, Scenario
+from rerail.sim.scenario import Scenario
 
 PLANNED = "planned"
 

@@ -19,10 +19,11 @@ import msgspec
 
 from rerail.errors import UsageError
 from rerail.flow import Diagnosis
+from rerail.planner.rates import DAY_S
 from rerail.runtime.journal import FILE_NAME, Journal
 from rerail.sim.faults import Fault
 from rerail.sim.kinds import shape_of
-from rerail.sim.scenario import DAY_S, Scenario
+from rerail.sim.scenario import Scenario
 
 FIELDS = ("at", "node", "device", "code")
 NO_FAULTS = ("node.returned", "controller.lost")

@@ -13,10 +13,11 @@ import msgspec
 from rerail.errors import UsageError
 from rerail.flow import Cost, Rung
 from rerail.planner.model import Tier
+from rerail.planner.rates import DAY_S
 from rerail.sim.faults import Fault, generate
 from rerail.sim.kinds import shape_of
 from rerail.sim.policies import Plan, rerail_detects
-from rerail.sim.scenario import DAY_S, Scenario
+from rerail.sim.scenario import Scenario
 
 try:
     from rerail.sim.job import Job

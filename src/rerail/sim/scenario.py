@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from rerail.errors import ConfigError, UsageError
+from rerail.planner.rates import DAY_S
 from rerail.planner.units import KINDS as UNITS
 from rerail.wording import guess
 
-DAY_S = 86_400.0
 SNAPSHOT_GB = 36.0
 """What `snapshot_stall_s` was measured with."""
 GROUPS_OF = 16_384

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rerail.report.text import bar
+from rerail.report.text import aligned, bar
 from rerail.sim.kinds import titles
 from rerail.sim.policies import POLICIES
 from rerail.sim.run import Result
@@ -80,7 +80,7 @@ def table(results: Sequence[Result]) -> list[str]:
                 *(_percent(_share(one, stage)) for stage, _ in used),
             ]
         )
-    return _aligned(rows)
+    return aligned(rows, left={0})
 
 
 def spares(results: Sequence[Result]) -> list[str]:
@@ -120,7 +120,7 @@ def sweep_table(found: Sweep, unit: str) -> list[str]:
     for point in found.points:
         groups = grouped(point.results)
         rows.append([f"{point.value:,g}", *(f"{middle(groups[name]).goodput:.2%}" for name in names)])
-    return _aligned(rows)
+    return aligned(rows, left={0})
 
 
 def told(assumptions: Sequence[Assumption]) -> list[str]:
@@ -169,14 +169,3 @@ def _hours(seconds: float) -> str:
 
 def _steps(every: float) -> str:
     return "not used" if every == float("inf") else f"every {every:,.0f} steps" if every > 1 else "every step"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
