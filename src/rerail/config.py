@@ -187,6 +187,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Share of the step time that snapshots may take when `snapshot_every` is 0. Losing a rank every few hours, more would cost more than it saves."""
     vote_every: int = 100
     """Steps between two checksums of the state of ranks that must hold the same (DDP and other replicas), to find silent data corruption; they are also compared whenever a snapshot or checkpoint is taken, and at the end. 0: never at all. One pass over parameters and optimizer state each."""
+    replay_log: str = "512MiB"
+    """Memory of each rank for what it has told others since the last snapshot, so that a lost pipeline stage does its steps again by itself while the others stay where they are; 0: none. Jobs that exchange anything but messages and small collectives keep nothing."""
     fidelity: str = "exact"
     """`exact`: every repair gives the very numbers of a run without faults. `fast`: a lost shard that no replica holds comes from its last snapshot while the survivors keep what they have, where that is cheaper; the loss is watched, and all go back if it does not heal."""
     rehab_share: float = 0.25
@@ -369,6 +371,7 @@ def _check_ranges(settings: Settings) -> None:
         node_memory(settings.node_store)
     if settings.snapshot_memory:
         bytes_of(settings.snapshot_memory)
+    bytes_of(settings.replay_log, "setting replay_log")
     for item in listed(settings.detectors_off):
         if not fnmatch.filter(DETECTORS, item):
             known = f"; did you mean {item}.*?" if fnmatch.filter(DETECTORS, f"{item}.*") else guess(item, DETECTORS)

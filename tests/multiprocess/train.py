@@ -112,7 +112,7 @@ def once(mark: str) -> bool:
 
 def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
     """`raise`, `die`: ahead of the backward pass. `skew`: die behind it, while another rank dawdles. `midway`: die while most
-    of a message is still to come."""
+    of a message is still to come. `again`: die once there has been a repair. `stray`: do what was not done before it."""
     for name, victim, at in (one.split("@") for one in fault.split(",") if one):
         if step != int(at):
             continue
@@ -125,6 +125,10 @@ def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
             raise ValueError("this batch is bad")
         if name == "die" and where == "before" and rank == int(victim) and once(f"die{at}"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == "again" and where == "before" and rank == int(victim) and fabric.generation and once(f"again{at}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "stray" and where == "before" and rank == int(victim) and fabric.generation and once(f"stray{at}"):
+            dist.all_reduce(torch.ones(3))
         if name == "midway" and where == "before":
             work = dist.broadcast(torch.full((40_000_000,), float(rank)), 0, async_op=True)
             if rank == int(victim) and once(f"midway{at}"):

@@ -24,6 +24,7 @@ from rerail.flow import Decision, OutcomeKind, Place, Rung
 from rerail.planner.outlook import Outlook
 from rerail.recover.actions import ActionLog
 from rerail.recover.assign import assignment, environment, plan_of
+from rerail.recover.catch_up import longer_s, without_going_back
 from rerail.recover.placing import Homeless, Waiting, settle
 from rerail.recover.plan import Infeasible, choose_sources
 from rerail.recover.rehabilitate import given_up, resumed
@@ -344,6 +345,8 @@ class Execution:
         vacant = frozenset(rank.rank for rank in fleet.vacant())
         exact = choose_sources(self.marks.parked, newcomers, vacant)
         choice = exact if self.leaving else resumed(self.marks.parked, exact, fleet, self._settings)
+        if not self.leaving:
+            choice = without_going_back(self.marks.parked, choice, fleet)
         self.marks.stateless = isinstance(choice, Infeasible)
         port = self.marks.parked[self._store_rank].store_port if self._store_rank in self.marks.parked else 0
         if len(members) + len(vacant) < len(fleet.ranks):
@@ -378,7 +381,10 @@ class Execution:
         return [rank for rank in here if not (rank.has_parked(newest) if parking else rank.has_formed(newest))]
 
     def _allowed(self, rank: Rank) -> float:
-        if rank.newcomer or self.stage is Stage.FORMING:
+        if self.stage is Stage.FORMING and self._plan is not None:
+            longer = longer_s(self._plan.sources, self._plan.version, self.fleet.usual_step_s())
+            return self._settings.build_timeout_s + longer
+        if rank.newcomer:
             return self._settings.build_timeout_s
         return max(self._settings.park_timeout_s, STEPS_TO_PARK * self.fleet.usual_step_s())
 

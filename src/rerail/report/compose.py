@@ -145,6 +145,8 @@ def _source(source: Source) -> str:
         return f"its snapshot of step {source.at}, parameters on in a straight line from that of step {source.before} (not exact)"
     if source.kind == "stale":
         return f"its snapshot of step {source.at} (not exact)"
+    if source.at >= 0:
+        return f"its {source.kind if source.kind == 'snapshot' else 'state'} of step {source.at}, steps since then done again by it alone"
     return f"replica {source.rank}" if source.kind == "replica" else source.kind
 
 

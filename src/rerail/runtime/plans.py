@@ -18,6 +18,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     `stale` (tensors of the snapshot `at` in its arena, all else of the plan's version), `behind` (its own of one version before)."""
     rank: int = -1
     at: int = -1
+    """With `stale`: the version of the snapshot. With `own` and `snapshot`: the version that this rank goes on from, where it is not
+    the plan's: it does the steps in between again, with what the others have told its predecessor. -1: the plan's."""
     before: int = -1
     """With `stale`: parameters go on on a straight line from the snapshot of this version through that `at`; -1: they do not."""
     small: bool = False
@@ -82,3 +84,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     outlook: Outlook = Outlook()
     """How often faults are to be expected: by this the ranks plan their snapshots and checkpoints."""
     sources: dict[int, Source]
+
+    def starts(self) -> dict[int, int]:
+        """The version that each rank goes on from."""
+        ways = ("own", "snapshot")
+        return {
+            rank: source.at if source.kind in ways and source.at >= 0 else self.version
+            for rank, source in self.sources.items()
+        }

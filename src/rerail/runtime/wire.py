@@ -124,6 +124,10 @@ class Parked(Message, frozen=True, kw_only=True):
     """Versions sealed in its arena, state tensors included."""
     replicas: tuple[int, ...] = ()
     """Ranks that hold the very same state, itself included."""
+    logged: int = -1
+    """From which version on it can tell others again what it has told them; -1: it cannot."""
+    astray: bool = False
+    """It has done steps again, and they were not those that had been done."""
     agreed: int = -1
     """Where replicas were found to differ: the newest version to be trusted, on whatever rank. -1: there is no such limit."""
     in_guard: bool = False

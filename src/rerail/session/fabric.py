@@ -26,6 +26,7 @@ from rerail.errors import FencedError, StepInterrupted
 from rerail.session import sockets, waiting
 from rerail.session.c10d import PrefixStore, Store, cuda_in_use
 from rerail.session.heard import Hearing
+from rerail.session.messages import Messages
 from rerail.session.store import ReplaceableStore, dial, serve
 
 if TYPE_CHECKING:
@@ -324,3 +325,5 @@ class Fabric:
 fabric = Fabric()
 hearing = Hearing()
 """What this rank hears while it is built."""
+messages = Messages(hearing)
+"""What it has told the others since the last snapshot."""

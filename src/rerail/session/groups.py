@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import GroupName
 from rerail.errors import StateError
 from rerail.session import sockets, solo, vacant, waiting
 from rerail.session.c10d import PrefixStore, Store, finished_work, gloo_options
-from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.fabric import Mode, fabric, hearing, messages
 
 BACKEND = "rerail"
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -41,7 +41,7 @@ class RelayedWork(dist.Work):
         self._name, self._args = name, args
         self._group = group
         """None where NCCL does the work: its waits neither block nor break."""
-        self.on_success: Callable[[], None] | None = None
+        self.on_success: list[Callable[[], None]] = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
@@ -56,8 +56,8 @@ class RelayedWork(dist.Work):
             broke(error)
             fabric.alone_or_raise()
         else:
-            if self.on_success is not None:
-                self.on_success()
+            for done in self.on_success:
+                done()
         return True
 
     def is_completed(self) -> bool:
@@ -197,6 +197,14 @@ class ReplaceableGroup(ProcessGroup):
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry one collective to the peers, or carry it out alone."""
         inner = self._inner
+        if messages.again is not None and fabric.mode is Mode.LIVE:
+            try:
+                known = messages.repeat(self, name, args)
+            except RuntimeError as error:
+                fabric.failed(error)
+            else:
+                if known is not None:
+                    return finished_work(known)
         if fabric.mode is Mode.LIVE and inner is not None:
             asked, given = name, args
             if len(self._taken) < self.own_size:
@@ -214,10 +222,12 @@ class ReplaceableGroup(ProcessGroup):
                 if work is None:  # NCCL gives none where the caller does not want to wait
                     return finished_work(solo.outputs_of(name, args))
                 relayed = RelayedWork(work, name, args, self if self._nccl is None or _on_cpu(args) else None)
+                if messages.recording and (keep := messages.note(self, name, args)) is not None:
+                    relayed.on_success.append(keep)
                 if hearing.active:
                     number = hearing.number(self.key, name)
                     outputs = solo.outputs_of(name, args)
-                    relayed.on_success = lambda: hearing.write(self.key, name, number, outputs)
+                    relayed.on_success.append(lambda: hearing.write(self.key, name, number, outputs))
                 return relayed
         fabric.alone_or_raise()
         outputs = solo.carry_out(name, args, kwargs, rank=self.own_rank, size=self.own_size)

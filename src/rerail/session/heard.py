@@ -38,6 +38,8 @@ class Hearing:
         self._known: dict[tuple[str, str, int], Heard] = {}
         self._numbers: dict[tuple[str, str], int] = {}
         self.active = False
+        self.own = False
+        """What is said now is rerail's own affair."""
 
     def record(self, clock: StepClock) -> None:
         """This rank builds among living peers."""
@@ -53,11 +55,12 @@ class Hearing:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Collectives of rerail's own are not part of what the script hears."""
-        active, self.active = self.active, False
+        before = self.active, self.own
+        self.active, self.own = False, True
         try:
             yield
         finally:
-            self.active = active
+            self.active, self.own = before
 
     def stop(self) -> None:
         """The rank is warm."""

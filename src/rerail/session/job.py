@@ -32,7 +32,7 @@ from rerail.session.checkpoints import Checkpoints
 from rerail.session.cursor import Cursor
 from rerail.session.dealing import Dealer, deal, dealer_of
 from rerail.session.ending import Ending
-from rerail.session.fabric import fabric, hearing
+from rerail.session.fabric import fabric, hearing, messages
 from rerail.session.injected import injections_of
 from rerail.session.link import AgentLink
 from rerail.session.rejoin import WARM_ATTEMPTS, Rejoiner, can_retry
@@ -338,10 +338,12 @@ class Job:
         self._enter(Phase.RUN_OUT if fabric.interrupted else Phase.COMPUTE)
         fabric.shield(True)
         self._buffers.before_step()
-        self._soundness.look()
-        self._votes.agree()
-        self._snapshots.agree()
-        self._checkpoints.agree()
+        messages.attempt(self._version)
+        if not messages.doing_again:  # of steps that are done again all this is agreed
+            self._soundness.look()
+            self._votes.agree()
+            self._snapshots.agree()
+            self._checkpoints.agree()
         if self._injected is not None:
             self._injected.step_begins()
 
@@ -363,6 +365,7 @@ class Job:
                 self._ran_out = self._version
         elif error is not None and not (can_retry(error, self._tracked) and self._rejoin.may_repeat(error)):
             return False
+        messages.void()
         if self._broke_off != self._version:
             self._rejoin.void(self._attempt.untouched)
         else:
@@ -377,6 +380,7 @@ class Job:
         self._buffers.after_step()
         self._version += 1
         self._guards = 0
+        messages.committed(self._version)
         self._has_batch, self._batch, self._broke_off = False, None, -1
         if self._clock is not None:
             self._clock.set_step(self._version)
@@ -388,3 +392,5 @@ class Job:
             self._announce = -1
         else:
             self._durations.append(took)
+            if self._rejoin is not None:
+                self._rejoin.came_to(self._version)

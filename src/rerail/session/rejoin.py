@@ -18,9 +18,9 @@ from rerail.errors import JobStopped, StateError
 from rerail.runtime.clock import Phase
 from rerail.runtime.plans import Plan
 from rerail.runtime.wire import Assign, Dismiss, Finished, Formed, Interrupt, Noted, Parked, Raised, Resumed
-from rerail.session import restore
+from rerail.session import hearing_again, restore
 from rerail.session.c10d import Store
-from rerail.session.fabric import fabric, hearing
+from rerail.session.fabric import fabric, hearing, messages
 from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
 from rerail.session.small import Small, from_journal
@@ -49,6 +49,8 @@ class Rejoiner:
         """Whether the state in memory is that of `job._version`, whole."""
         self._training = False
         self._agreed = -1
+        self._behind: Plan | None = None
+        """The plan whose version this rank has yet to come to, by doing its steps again."""
         self._phases: dict[str, float] = {}
 
     # --- before the first step ---
@@ -62,6 +64,7 @@ class Rejoiner:
                 yield from self._warm_up()
             self._intact = self._training = True
             self._job._announce = fabric.generation
+            messages.go_on(self._job._version)
             return
         self._phases["build"] = time.monotonic() - self._link.assigned_at
         clock = self._link.clock
@@ -164,6 +167,9 @@ class Rejoiner:
         """Park and take part in new generations until one stands."""
         self._job._tracked.settle()
         self._job._snapshots.settle()
+        messages.pause()
+        if in_guard:
+            messages.forget()  # part of it is done twice
         while True:
             self._job._enter(Phase.PARKED)
             wanted = self._wanted_generation()
@@ -205,6 +211,23 @@ class Rejoiner:
         )
         self._link.send(message)
 
+    def came_to(self, version: int) -> None:
+        """A step is complete. Where it was done again: tell those who wait, and join them at the end."""
+        plan, again = self._behind, messages.again
+        if plan is None or again is None:
+            return
+        try:
+            if version in plan.starts().values():
+                hearing_again.reached(version, self._job.rank)
+        except RuntimeError as error:
+            fabric.failed(error)
+        if version == plan.version and not fabric.interrupted:
+            if again.schedule is not None:
+                self._job._snapshots.adopt(again.schedule.snapshot_every)
+                self._job._checkpoints.next_save = again.schedule.next_save
+                self._job._votes.agreed = max(self._job._votes.agreed, again.schedule.agreed)
+            self._formed(plan)
+
     # --- one generation ---
 
     def _wanted_generation(self) -> Interrupt:
@@ -244,6 +267,8 @@ class Rejoiner:
                 in_training=self._training and job._attempts >= WARM_ATTEMPTS,
                 small_versions=tuple(sorted(smalls)),
                 snapshots=job._snapshots.versions(),
+                logged=messages.since,
+                astray=messages.astray,
                 replicas=self._replicas(),
                 agreed=self._agreed,
                 in_guard=in_guard,
@@ -280,23 +305,36 @@ class Rejoiner:
         job._soundness.went_back(plan.version)
         job._soundness.healing.begin(plan.healing)
         job._cursor.leave_out(plan.back.skips)
+        self._behind = None
         restore.by_plan(job, plan, self._inherited)
+        messages.go_on(job._version, hearing_again.exchange(plan, job))
         if plan.leaving:
             job._snapshots.take_now(restore.at_hand(job))
         job._checkpoints.left_by(sorted(set(before) - set(job.seats)), min(before))
         self._intact = self._joined = True
         self._agreed = -1
-        fabric.collectives = 0  # counted from here on every rank alike, a newcomer included: who is behind can be seen
         job._broke_off = -1
         loaded = time.monotonic()
         if job._clock is not None:
             job._clock.set_generation(plan.generation)
-        self._inherited, self._phases = {}, {}
-        job._announce = plan.generation
-        phases = {"communication": connected - started, "load": loaded - connected}
-        self._link.send(Formed(rank=job.rank, generation=plan.generation, version=job._version, phases=phases))
+        self._inherited = {}
+        self._phases = {"communication": connected - started, "load": loaded - connected}
+        hearing_again.wait_for_those_behind(plan, job.rank)
+        if job._version < plan.version:
+            self._behind = plan
+            return
+        self._formed(plan)
         if plan.leaving:
             self._link.wait_for_verdict(plan.generation)  # which is to end
+
+    def _formed(self, plan: Plan) -> None:
+        """All is as the plan wants it on this rank."""
+        job = self._job
+        fabric.collectives = 0  # counted from here on every rank alike, a newcomer included: who is behind can be seen
+        job._announce, self._behind = plan.generation, None
+        told = Formed(rank=job.rank, generation=plan.generation, version=job._version, phases=self._phases)
+        self._phases = {}
+        self._link.send(told)
 
 
 def _changing(job: Job) -> bool:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     """Take part in all transfers of the plan, then be at its version."""
-    source = plan.sources[job.rank]
+    source, start = plan.sources[job.rank], plan.starts()[job.rank]
     if source.kind in ("snapshot", "stale"):
-        tensors(job, plan.version if source.kind == "snapshot" else source.at)
+        tensors(job, start if source.kind == "snapshot" else source.at)
         if source.before >= 0:
             straight_on(job, source, plan.version)
     received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
@@ -42,7 +42,7 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
         job._tracked.load_small_objects(_written(job, plan.version, inherited).objects, {})
     elif source.kind == "behind":
         _advance(job)
-    elif source.kind != "snapshot" and plan.version == job._version and job._has_batch and job._small is not None:
+    elif source.kind != "snapshot" and start == job._version and job._has_batch and job._small is not None:
         replay(job)
         job._buffers.from_journal(job._small.buffers)
         if source.kind == "own":
@@ -57,15 +57,15 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     ):
         _advance(job)
     elif source.kind != "own":
-        _jump(job, plan.version, inherited)
-    elif plan.version != job._version:
-        raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {plan.version}")
+        _jump(job, start, inherited)
+    elif start != job._version:
+        raise StateError(f"rank {job.rank} holds version {job._version}, but is to go on from its own {start}")
     if job._cursor.stale:  # this rank stays where it is, but not with the batch it has, or would take next
         small(job, at_hand(job), fresh=True)
     if job._dealer is not None and job._dealer.moved:
         _deal_anew(job)
     job._tracked.clear_gradients()
-    if any(one.kind == "snapshot" for one in plan.sources.values()):
+    if any(one.kind == "snapshot" and one.at < 0 for one in plan.sources.values()):
         job._checkpoints.went_back(plan.generation)
 
 

@@ -31,7 +31,7 @@ from rerail.config import FAST, bytes_of, settings_of_rank
 from rerail.errors import StateError
 from rerail.session.c10d import cuda_in_use
 from rerail.session.drifting import Drifting
-from rerail.session.fabric import Mode, fabric, hearing
+from rerail.session.fabric import Mode, fabric, hearing, messages
 from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
@@ -63,6 +63,7 @@ class Snapshotter:
         settings = settings_of_rank()
         self.drifting = Drifting(job._tracked, on=settings.fidelity == FAST)
         self._most = bytes_of(settings.snapshot_memory) if settings.snapshot_memory else None
+        self._replay_log = bytes_of(settings.replay_log, "setting replay_log")
         self._fixed = settings.snapshot_every > 0
         self.every = settings.snapshot_every or UNTIL_AGREED
         self._share = max(settings.snapshot_cost, 1e-6)
@@ -85,6 +86,7 @@ class Snapshotter:
             self._only_for_saves = True
         if self.arena is not None:
             self._replicas = self._job._tracked.replicas(self._job.rank, self._job.world_size)
+            messages.allow(self._replay_log if self._job.world_size > 1 and not self._only_for_saves else 0)
             slots = self._job._checkpoints.in_flight + 1
             self._stager = Stager(self.arena, slots=slots, overlap=self._job._attempt.watched > 0, most=self._most)
             self._job._checkpoints.begin(self.arena.fd)
@@ -114,7 +116,8 @@ class Snapshotter:
     def take_if_due(self, small: Small, *, last: bool = False, tries: int = 2, now: bool = False) -> None:
         """Copy this version if it is its turn. Of several replicas on a node only one copies tensors."""
         job, version = self._job, self._job._version
-        save = job._checkpoints.due(version) or (last and job._checkpoints.on)
+        # what is done again was saved the first time, or given up
+        save = not messages.doing_again and (job._checkpoints.due(version) or (last and job._checkpoints.on))
         due = (now or version % self.every == 0) and not self._only_for_saves and self._stager is not None
         if not (save or due) or (version in self.small_versions() and not save):
             return
@@ -162,6 +165,7 @@ class Snapshotter:
         held = self.small_versions()
         if held:
             job._cursor.drop_before(held[0])
+            messages.drop_before(held[0])
 
     def _without_snapshots(self, error: StateError) -> None:
         """Go on without; a host that has no room for them can still save."""
