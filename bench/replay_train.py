@@ -58,7 +58,7 @@ def main() -> None:
     data = torch.randn(64 * args.batch, args.width, generator=torch.Generator().manual_seed(7))
     loader = torch.utils.data.DataLoader(data, batch_size=args.batch, shuffle=True, generator=None)
     job.track(model=model, optimizer=optimizer)
-    out = open(args.folder / f"rank{job.rank}", "a", buffering=1)  # closed with the process
+    out = args.folder / f"rank{job.rank}"
     for batch in job.steps(loader, until=args.steps):
         if args.blocks:
             messages.recording = (job.version // BLOCK) % 2 == 0
@@ -77,7 +77,9 @@ def main() -> None:
             optimizer.zero_grad()
         if job.version >= 0:
             now = time.monotonic()
-            out.write(json.dumps([job.version, now, now - began, digest(model) if not args.blocks else ""]) + "\n")
+            line = json.dumps([job.version, now, now - began, digest(model) if not args.blocks else ""])
+            with out.open("a") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":
