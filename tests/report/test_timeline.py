@@ -55,3 +55,11 @@ def test_phases_follow_each_other() -> None:
         ("rank 0: build", 0.0, 0.1),
         ("rank 0: run out", 0.1, pytest.approx(0.15)),
     ]
+
+
+def test_steps_that_one_rank_does_again_are_lost_work_and_no_forming() -> None:
+    formed = {r: Formed(rank=r, generation=1, version=12, phases={"again": 3.0} if r == 2 else {}) for r in (1, 2)}
+    again = line(formed=formed, formed_at=103.4, ended=103.6)
+    assert lost_steps(again) == 0 and measure(again).t0 == pytest.approx(0.04 + 3.0)
+    ends = {phase.name: phase.end for phase in phases(again)}
+    assert ends["form"] == pytest.approx(0.4) and ends["replay"] == pytest.approx(3.6)

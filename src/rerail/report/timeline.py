@@ -46,7 +46,7 @@ def measure(line: Timeline) -> Cost:
     replayed = lost_steps(line) + (1 if line.resumed else 0)
     return Cost(
         detect=line.detect_s,
-        t0=usual * replayed,
+        t0=usual * replayed + _again_s(line),
         t1=max(0.0, until - line.opened),
         t2=max((f.phases.get("communication", 0.0) for f in line.formed.values()), default=0.0),
         t3=max((f.phases.get("load", 0.0) for f in line.formed.values()), default=0.0),
@@ -60,12 +60,18 @@ def phases(line: Timeline) -> tuple[Phase, ...]:
     start = 0.0
     # ranks of a script that knows nothing of rerail do not tell when they go on: then there is no end to speak of
     ended = line.ended if line.formed_at else 0.0
-    for name, at in (("reschedule", line.parked_at), ("form", line.formed_at), ("replay", ended)):
+    formed_at = line.formed_at - _again_s(line) if line.formed_at else 0.0
+    for name, at in (("reschedule", line.parked_at), ("form", formed_at), ("replay", ended)):
         if at:
             end = max(start, at - line.opened)
             found.append(Phase(name=name, start=start, end=end))
             start = end
     return (*found, *_within_reschedule(line))
+
+
+def _again_s(line: Timeline) -> float:
+    """Seconds in which the others waited for those who did their steps again."""
+    return max((formed.phases.get("again", 0.0) for formed in line.formed.values()), default=0.0)
 
 
 def _within_reschedule(line: Timeline) -> Iterator[Phase]:

@@ -51,6 +51,7 @@ class Rejoiner:
         self._agreed = -1
         self._behind: Plan | None = None
         """The plan whose version this rank has yet to come to, by doing its steps again."""
+        self._behind_since = 0.0
         self._phases: dict[str, float] = {}
 
     # --- before the first step ---
@@ -168,6 +169,8 @@ class Rejoiner:
         self._job._tracked.settle()
         self._job._snapshots.settle()
         messages.pause()
+        if self._behind is not None:
+            self._behind, self._phases = None, {}
         if in_guard:
             messages.forget()  # part of it is done twice
         while True:
@@ -226,6 +229,7 @@ class Rejoiner:
                 self._job._snapshots.adopt(again.schedule.snapshot_every)
                 self._job._checkpoints.next_save = again.schedule.next_save
                 self._job._votes.agreed = max(self._job._votes.agreed, again.schedule.agreed)
+            self._phases["again"] = time.monotonic() - self._behind_since
             self._formed(plan)
 
     # --- one generation ---
@@ -305,7 +309,6 @@ class Rejoiner:
         job._soundness.went_back(plan.version)
         job._soundness.healing.begin(plan.healing)
         job._cursor.leave_out(plan.back.skips)
-        self._behind = None
         restore.by_plan(job, plan, self._inherited)
         messages.go_on(job._version, hearing_again.exchange(plan, job))
         if plan.leaving:
@@ -321,7 +324,7 @@ class Rejoiner:
         self._phases = {"communication": connected - started, "load": loaded - connected}
         hearing_again.wait_for_those_behind(plan, job.rank)
         if job._version < plan.version:
-            self._behind = plan
+            self._behind, self._behind_since = plan, time.monotonic()
             return
         self._formed(plan)
         if plan.leaving:
