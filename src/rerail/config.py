@@ -193,6 +193,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With `fidelity = "fast"`: the largest share of the ranks that may be restored like that at once. 0.25: half a model lost was bad in trials."""
     rehab_from: int = 100
     """With `fidelity = "fast"`: the first step at which that is allowed. A run in its warm-up changes too fast."""
+    shadow_every: int = 0
+    """With `fidelity = "fast"`: steps between two copies of the parameters alone, in half precision, on ranks whose parameters no other rank holds; 0 lets each plan them, at a cost of at most `shadow_cost`."""
+    shadow_cost: float = 0.001
+    """Share of the step time that these copies may take when `shadow_every` is 0; 0: there are none. A copy is a sixth of a snapshot or less, so it may be taken that much more often."""
     roll_back: str = "nan"
     """Faults of the training after which all ranks go back to before them and compute the same again, then leave the data out: `nan` (loss or gradient norm not finite), `spike` (of the loss), `divergence`. Empty: they are only told."""
     roll_back_limit: int = 3
@@ -372,9 +376,8 @@ def _check_ranges(settings: Settings) -> None:
     for item in listed(settings.detectors_off):
         if not fnmatch.filter(DETECTORS, item):
             known = f"; did you mean {item}.*?" if fnmatch.filter(DETECTORS, f"{item}.*") else guess(item, DETECTORS)
-            raise ConfigError(
-                f"setting detectors_off: there is no detector {item!r}{known or f' (there are: {chr(32).join(DETECTORS)})'}"
-            )
+            known = known or f" (there are: {' '.join(DETECTORS)})"
+            raise ConfigError(f"setting detectors_off: there is no detector {item!r}{known}")
     for item in listed(settings.roll_back):
         if item not in ROLL_BACK:
             known = guess(item, ROLL_BACK) or f" (there are: {', '.join(ROLL_BACK)})"

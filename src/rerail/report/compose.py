@@ -141,6 +141,9 @@ def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
 
 
 def _source(source: Source) -> str:
+    if source.kind == "stale" and source.shadow >= 0:
+        on = f", on in a straight line from that of step {source.before}" if source.before >= 0 else ""
+        return f"its shadow of step {source.shadow}{on}, moments of step {source.at} (not exact)"
     if source.kind == "stale" and source.before >= 0:
         return f"its snapshot of step {source.at}, parameters on in a straight line from that of step {source.before} (not exact)"
     if source.kind == "stale":

@@ -244,6 +244,7 @@ class Rejoiner:
                 in_training=self._training and job._attempts >= WARM_ATTEMPTS,
                 small_versions=tuple(sorted(smalls)),
                 snapshots=job._snapshots.versions(),
+                shadows=() if self._intact else job._snapshots.shadow.usable(),
                 replicas=self._replicas(),
                 agreed=self._agreed,
                 in_guard=in_guard,
