@@ -10,6 +10,7 @@ import pytest
 from rerail.config import Settings
 from rerail.recover.plan import Choice, Infeasible, choose_sources
 from rerail.recover.rehabilitate import Limits, carried_on, given_up, rehabilitated, resumed
+from rerail.report.compose import source_in_words
 from rerail.runtime.fleet import Fleet, Rank
 from rerail.runtime.plans import Back, Healing, Source
 from rerail.runtime.wire import Parked
@@ -166,3 +167,18 @@ def test_a_restart_in_the_middle_of_healing_is_exact(newest: int, trusted: int) 
     fleet.healing = Healing(judge=0, loss=1.0, spread=0.1, target=20, until=46)
     given_up(fleet)
     assert fleet.back.trusted == trusted and fleet.healing is None
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (Source(kind="stale", at=20, shadow=31), "its shadow of step 31, moments of step 20 (not exact)"),
+        (
+            Source(kind="stale", at=20, shadow=31, before=28),
+            "its shadow of step 31, on in a straight line from that of step 28, moments of step 20 (not exact)",
+        ),
+        (Source(kind="stale", at=20), "its snapshot of step 20 (not exact)"),
+    ],
+)
+def test_the_report_says_where_a_lost_shard_came_from(source: Source, words: str) -> None:
+    assert source_in_words(source) == words
