@@ -122,11 +122,17 @@ def main() -> None:
             f"{told['shadow'] / 1e6:.1f} MB for both halves, {told['state'] / 1e6:.1f} MB of state",
             flush=True,
         )
+        show(found)
+
+
+def show(found: dict[tuple[str, int], list[float]]) -> None:
+    """How much slower than without, of all runs so far."""
     for (kind, which), rises in found.items():
         error = 200 * statistics.stdev(rises) / len(rises) ** 0.5 if len(rises) > 1 else 0.0
         print(
             f"{kind}, {('CPU time', 'time')[which]}: {100 * statistics.mean(rises):+.2f} % +- {error:.2f} (95 %), "
-            f"median {100 * statistics.median(rises):+.2f} %, {len(rises)} blocks"
+            f"median {100 * statistics.median(rises):+.2f} %, {len(rises)} blocks",
+            flush=True,
         )
 
 
