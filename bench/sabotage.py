@@ -29,6 +29,7 @@ FAST = {
     "RERAIL_REHAB_FROM": "10",
     "RERAIL_REHAB_SHARE": "0.5",
     "RERAIL_SNAPSHOT_EVERY": "40",
+    "RERAIL_SHADOW_COST": "0",
     "OMP_NUM_THREADS": "1",
 }
 

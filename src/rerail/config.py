@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rerail.errors import ConfigError
+from rerail.texts import bytes_of, limits_of, listed, node_memory
 from rerail.wording import guess, mistyped
 
 DEPOTS = "RERAIL_DEPOTS"
@@ -78,11 +79,7 @@ HANDLINGS = ("rescheduling", "graceful")
 FAST = "fast"
 FIDELITIES = ("exact", FAST)
 """Whether repairs may give other numbers than a run without faults."""
-SUBJECTS = ("rank", "node", "job")
-"""What `restart_limits` counts restarts of."""
 _SENDER = re.compile(r"[A-Za-z0-9][\w.@:/-]{0,127}", re.ASCII)
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)")
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -195,6 +192,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With `fidelity = "fast"`: the largest share of the ranks that may be restored like that at once. 0.25: half a model lost was bad in trials."""
     rehab_from: int = 100
     """With `fidelity = "fast"`: the first step at which that is allowed. A run in its warm-up changes too fast."""
+    shadow_every: int = 0
+    """With `fidelity = "fast"`: steps between two copies of the parameters alone, in half precision, on ranks whose parameters no other rank holds; 0 lets each plan them, at a cost of at most `shadow_cost`."""
+    shadow_cost: float = 0.001
+    """Share of the step time that these copies may take when `shadow_every` is 0; 0: there are none. A copy is a sixth of a snapshot or less, so it may be taken that much more often."""
     roll_back: str = "nan"
     """Faults of the training after which all ranks go back to before them and compute the same again, then leave the data out: `nan` (loss or gradient norm not finite), `spike` (of the loss), `divergence`. Empty: they are only told."""
     roll_back_limit: int = 3
@@ -300,50 +301,6 @@ def _number(raw: str, origin: str) -> int | float:
             raise ConfigError(f"{origin} is {raw!r}, but a number is needed") from None
 
 
-def bytes_of(size: str, origin: str = "setting snapshot_memory") -> int:
-    """What a size such as `8GiB`, or `0`, comes to; `origin` is named where it is none."""
-    found = 0 if size == "0" else _bytes(size)
-    if found is None:
-        raise ConfigError(f"{origin} is {size!r}, but a size such as 8GiB, or 0, is needed")
-    return found
-
-
-def node_memory(node_store: str) -> int:
-    """Bytes of memory that the setting `node_store` asks for; 0 if it names a directory instead."""
-    kind, _, size = node_store.partition(":")
-    found = _bytes(size) if kind == "memory" else None
-    if found is not None:
-        return found
-    if node_store.startswith("/"):
-        return 0
-    raise ConfigError(f"setting node_store is {node_store!r}, but memory:8GiB or an absolute directory is needed")
-
-
-def _bytes(size: str) -> int | None:
-    found = _BYTES.fullmatch(size)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
-
-
-def listed(text: str) -> list[str]:
-    """Items of a setting that has several, with commas or line ends between them."""
-    return [item.strip() for item in text.replace("\n", ",").split(",") if item.strip()]
-
-
-def limits_of(text: str) -> dict[str, int]:
-    """The setting `restart_limits`: `rank=20, node=60, job=200`."""
-    found = {}
-    for item in listed(text):
-        name, given, number = (part.strip() for part in item.partition("="))
-        if name not in SUBJECTS:
-            raise ConfigError(
-                f"setting restart_limits: {name!r} is not one of {', '.join(SUBJECTS)}{guess(name, SUBJECTS)}"
-            )
-        if not given or not number.isdecimal():
-            raise ConfigError(f"setting restart_limits: {item!r} is not understood; write {name}=5")
-        found[name] = int(number)
-    return found
-
-
 def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
     """Refuse a directory for dropped faults that cannot be used, before anything is started."""
     folder = env.get(DROP_DIR, "")
@@ -375,9 +332,8 @@ def _check_ranges(settings: Settings) -> None:
     for item in listed(settings.detectors_off):
         if not fnmatch.filter(DETECTORS, item):
             known = f"; did you mean {item}.*?" if fnmatch.filter(DETECTORS, f"{item}.*") else guess(item, DETECTORS)
-            raise ConfigError(
-                f"setting detectors_off: there is no detector {item!r}{known or f' (there are: {chr(32).join(DETECTORS)})'}"
-            )
+            known = known or f" (there are: {' '.join(DETECTORS)})"
+            raise ConfigError(f"setting detectors_off: there is no detector {item!r}{known}")
     for item in listed(settings.roll_back):
         if item not in ROLL_BACK:
             known = guess(item, ROLL_BACK) or f" (there are: {', '.join(ROLL_BACK)})"

@@ -28,8 +28,8 @@ from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.stream import Stream, Streamed
 from rerail.checkpoint.tiers import Source
 from rerail.checkpoint.writer import Writer
-from rerail.config import bytes_of
 from rerail.errors import ConfigError
+from rerail.texts import bytes_of
 
 LIMIT_S = 60.0
 WIDE = 1_000_000

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from harness import Start
 
 Digests = Callable[..., dict[int, str]]
-FAST = {"RERAIL_FIDELITY": "fast", "RERAIL_REHAB_FROM": "10", "RERAIL_SNAPSHOT_EVERY": "20"}
+SHADOWED = {"RERAIL_FIDELITY": "fast", "RERAIL_REHAB_FROM": "10", "RERAIL_SNAPSHOT_EVERY": "20"}
+FAST = {**SHADOWED, "RERAIL_SHADOW_COST": "0"}
 LOST = ("--fault", "die@2@33")
 """In the middle of a step, so that all survivors are at its beginning."""
 
@@ -73,3 +75,50 @@ def test_a_second_fault_in_the_middle_of_healing(start: Start) -> None:
     run.finish()
     assert [report["fidelity"] for report in run.reports()] == ["approximate"] * 2, run.reports()
     assert len(set(run.digests.values())) == 1
+
+
+@pytest.mark.parametrize(("fault", "told"), [(33, "32, on in a straight line from that of step 28"), (24, "24")])
+def test_the_lost_parameters_come_from_the_shadow(start: Start, fault: int, told: str) -> None:
+    """Snapshots every 20 steps, shadows every 4: at 24, 28 and 32."""
+    env = {**SHADOWED, "RERAIL_SHADOW_EVERY": "4", "RERAIL_REHAB_SHARE": "0.5"}
+    run = start("fsdp", "70", "--tell", "--keep", "--fault", f"die@1@{fault}", ranks=2, env=env)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    assert recovery.sources == {0: "own", 1: f"its shadow of step {told}, moments of step 20 (not exact)"}, recovery
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+    assert len(set(run.digests.values())) == 1, "all hold one model"
+    first, second = run.pids[1]
+    kept, true, found = (
+        torch.load(run.folder / f"1-{name}.pt") for name in (f"20-{first}", f"{fault}-{first}", f"{fault}-{second}")
+    )
+    stale, off = float((kept - true).norm()), float((found - true).norm())
+    assert off < 0.25 * stale, (off, stale)
+
+
+def test_shadows_that_each_rank_plans_by_itself(start: Start) -> None:
+    """However often that is: nothing but the lost shard's parameters differs for it, and it heals."""
+    run = start("fsdp", "80", "--tell", *LOST, env={**SHADOWED, "RERAIL_SHADOW_COST": "0.5"})
+    run.finish()
+    (recovery,) = run.records("recovery")
+    assert recovery.resumed_step == 33 and recovery.sources[2].startswith("its shadow of step "), recovery
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+    assert len(set(run.digests.values())) == 1, "all hold one model"
+
+
+def test_who_goes_back_after_a_shadow_is_exact_again(start: Start, undisturbed: Digests) -> None:
+    run = start("fsdp", "80", "--tell", *LOST, "--sick", "1", env={**SHADOWED, "RERAIL_SHADOW_EVERY": "3"})
+    run.finish()
+    first, second = run.reports()
+    assert first["fidelity"] == "approximate"
+    assert (second["code"], second["fidelity"], second["resumed_step"]) == ("training.unhealed", "exact", 20), second
+    assert run.digests == undisturbed("fsdp", "80"), run.told("the weights of a run without faults")
+
+
+def test_an_exact_job_takes_no_shadows(start: Start, undisturbed: Digests) -> None:
+    run = start("fsdp", "60", "--tell", *LOST, env={**SHADOWED, "RERAIL_SHADOW_EVERY": "3", "RERAIL_FIDELITY": "exact"})
+    run.finish()
+    (report,) = run.reports()
+    assert (report["fidelity"], report["resumed_step"]) == ("exact", 20), report
+    assert run.digests == undisturbed("fsdp", "60"), run.told("the same weights")

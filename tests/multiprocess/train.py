@@ -95,6 +95,12 @@ def digest(model: nn.Module) -> str:
     return hashed.hexdigest()
 
 
+def keep(model: nn.Module, name: str) -> None:
+    """The parts that this rank holds."""
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # type: ignore[operator]
+    torch.save(torch.cat([part.detach().reshape(-1) for part in parts]), Path(os.environ["TEST_DIR"], f"{name}.pt"))
+
+
 def say(**event: object) -> None:
     """One line in one write: lines of several ranks never mix."""
     sys.stdout.write(json.dumps(event) + "\n")
@@ -157,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--sick", type=int, default=-1, help="in this generation the loss is told as if it had not healed"
     )
+    parser.add_argument("--keep", action="store_true", help="write down what each rank's parameters are in every step")
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = rerail.join()
@@ -179,6 +186,8 @@ def main() -> None:
 
     for (batch,) in job.steps(loader, until=args.steps):
         with job.step():
+            if args.keep and job.version >= 0:
+                keep(model, f"{job.rank}-{job.version}-{os.getpid()}")
             maybe_fault(args.fault, job.rank, job.version, "before")
             loss = backward(batch)
             if args.tell and (args.style != "pp" or job.rank % 2):

@@ -10,6 +10,7 @@ import pytest
 from rerail.config import Settings
 from rerail.recover.plan import Choice, Infeasible, choose_sources
 from rerail.recover.rehabilitate import Limits, carried_on, given_up, rehabilitated, resumed
+from rerail.report.compose import source_in_words
 from rerail.runtime.fleet import Fleet, Rank
 from rerail.runtime.plans import Back, Healing, Source
 from rerail.runtime.wire import Parked
@@ -74,6 +75,37 @@ def test_parameters_go_on_on_a_straight_line_where_the_survivors_own_have_shown_
     assert straight((0.6, 0.6, 0.6), (10, 20)) == -1, "further than it was seen to go"
 
 
+def shadowed(shadows: tuple[int, ...], **changes: Any) -> tuple[int, int]:
+    """From which shadow the lost parameters come, and from which other one a straight line through it."""
+    parked = four(shadows=shadows, **changes)
+    found = rehabilitated(parked, exact(parked), FREE)
+    assert isinstance(found, Choice) and (found.sources[2].kind, found.sources[2].at) == ("stale", 20)
+    return found.sources[2].shadow, found.sources[2].before
+
+
+def test_parameters_come_from_the_newest_shadow_and_go_on_through_both() -> None:
+    assert shadowed((28, 31)) == (31, 28)
+    assert shadowed((28, 33)) == (33, -1), "there is nowhere to go on to"
+    assert shadowed((29, 30)) == (30, -1), "further than it was seen to go"
+    assert shadowed((31,)) == (31, -1), "there is only one"
+    assert shadowed((18, 26)) == (26, 18), "a line may begin before the snapshot"
+    assert shadowed((31, 34)) == (31, -1), "the lost rank was a step ahead"
+
+
+def test_a_shadow_that_is_no_newer_than_the_snapshot_is_none() -> None:
+    assert shadowed((17, 20)) == (-1, -1)
+    assert shadowed((34, 37)) == (-1, -1)
+    assert shadowed((), snapshots=(5, 20)) == (-1, -1), "whether a line from the snapshots pays, nobody has said"
+
+
+def test_an_exact_repair_knows_of_no_shadow() -> None:
+    parked = four(shadows=(28, 31))
+    for settings in (Settings(), Settings(fidelity="fast", rehab_from=50)):
+        found = resumed(parked, exact(parked), Fleet(), settings)
+        assert isinstance(found, Choice) and found.version == 20
+        assert all(source.shadow == -1 for source in found.sources.values())
+
+
 @pytest.mark.parametrize(
     ("changed", "limits", "why"),
     [
@@ -135,3 +167,18 @@ def test_a_restart_in_the_middle_of_healing_is_exact(newest: int, trusted: int) 
     fleet.healing = Healing(judge=0, loss=1.0, spread=0.1, target=20, until=46)
     given_up(fleet)
     assert fleet.back.trusted == trusted and fleet.healing is None
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (Source(kind="stale", at=20, shadow=31), "its shadow of step 31, moments of step 20 (not exact)"),
+        (
+            Source(kind="stale", at=20, shadow=31, before=28),
+            "its shadow of step 31, on in a straight line from that of step 28, moments of step 20 (not exact)",
+        ),
+        (Source(kind="stale", at=20), "its snapshot of step 20 (not exact)"),
+    ],
+)
+def test_the_report_says_where_a_lost_shard_came_from(source: Source, words: str) -> None:
+    assert source_in_words(source) == words

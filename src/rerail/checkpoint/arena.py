@@ -7,7 +7,8 @@
 
 The memory belongs to whoever made the descriptor (the agent, or the rank itself outside `rerail run`), so that it outlives
 the rank. Locks are the kernel's, by process: whoever dies holds none. A slot's image is, byte for byte, the file that is
-to be written. Called by `checkpoint.staging` on the rank's side and `checkpoint.saving` on the other. Needs no torch.
+to be written. Behind the slots there may be room for a shadow (`checkpoint.shadow`), which is no affair of the reader's.
+Called by `checkpoint.staging` on the rank's side and `checkpoint.saving` on the other. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from rerail.checkpoint.header import PAGE, to_page
 from rerail.checkpoint.tiers import Source
 from rerail.errors import CheckpointError, StateError
 
-MAGIC = 0x7265_7261_696C_0A02
-_HEAD = struct.Struct("<QQQQ")  # magic, slots, bytes of meta per slot, bytes of image per slot
-_SEAL = struct.Struct("<qQII")  # version, length of meta, crc of meta, crc of the three before
-_NO_VERSION = -1
+MAGIC = 0x7265_7261_696C_0A03
+_HEAD = struct.Struct("<QQQQQ")  # magic, slots, bytes of meta per slot, bytes of image per slot, bytes behind the slots
+SEAL = struct.Struct("<qQII")  # version, length of meta, crc of meta, crc of the three before
+NO_VERSION = -1
 
 
 class NoRoom(StateError):
@@ -76,7 +77,7 @@ class Arena:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map: mmap.mmap | None = None
-        self._slots = self._meta_bytes = self._image_bytes = 0
+        self._slots = self._meta_bytes = self._image_bytes = self._behind = 0
         self._read: dict[int, int] = {}
         """Slots of the versions that are locked for reading here."""
         if os.fstat(fd).st_size >= PAGE:
@@ -88,8 +89,8 @@ class Arena:
         """Every sealed slot, oldest version first."""
         found = []
         for slot in range(self._slots):
-            version, length, crc, head = _SEAL.unpack_from(self._memory(), _seal_at(slot))
-            if version >= 0 and head == _seal_crc(version, length, crc):
+            version, length, crc, head = SEAL.unpack_from(self._memory(), _seal_at(slot))
+            if version >= 0 and head == seal_crc(version, length, crc):
                 found.append(Seal(version, slot, length, crc))
         return sorted(found)
 
@@ -137,17 +138,21 @@ class Arena:
 
     # --- writing ---
 
-    def reserve(self, slots: int, meta_bytes: int, image_bytes: int, most: int | None = None) -> None:
-        """Make room for so many slots, in at most `most` bytes. What was sealed is gone if the room was too small."""
-        meta_bytes, image_bytes = to_page(meta_bytes), to_page(image_bytes)
-        if self._slots == slots and meta_bytes <= self._meta_bytes and image_bytes <= self._image_bytes:
+    def reserve(self, slots: int, meta_bytes: int, image_bytes: int, most: int | None = None, behind: int = 0) -> None:
+        """Make room for so many slots and `behind` bytes behind them, in at most `most` bytes.
+
+        What was sealed is gone if the room was too small; if only that behind the slots was, it stays so.
+        """
+        meta_bytes, image_bytes, behind = to_page(meta_bytes), to_page(image_bytes), to_page(behind)
+        fits = self._slots == slots and meta_bytes <= self._meta_bytes and image_bytes <= self._image_bytes
+        if fits and (behind <= self._behind or self.seals()):
             return
         for slot in range(self._slots):
             if not self._try_lock(slot):
                 raise StateError("the state has grown while its last checkpoint is still being written")
         # Python closes a descriptor of its own with the old map, and with it go all locks: not before the new one is there.
         old, self._map, self._slots = self._map, None, 0
-        total = PAGE + slots * (meta_bytes + image_bytes)
+        total = PAGE + slots * (meta_bytes + image_bytes) + behind
         try:
             os.ftruncate(self.fd, 0)
             room.take(self.fd, total, most)
@@ -156,11 +161,11 @@ class Arena:
                 f"no memory for {slots} snapshots of {image_bytes / (1 << 20):.1f} MiB each: {error.strerror}"
             ) from error
         self._map = mmap.mmap(self.fd, total)
-        self._slots, self._meta_bytes, self._image_bytes = slots, meta_bytes, image_bytes
+        self._slots, self._meta_bytes, self._image_bytes, self._behind = slots, meta_bytes, image_bytes, behind
         for slot in range(slots):
-            _SEAL.pack_into(self._map, _seal_at(slot), _NO_VERSION, 0, 0, 0)
+            SEAL.pack_into(self._map, _seal_at(slot), NO_VERSION, 0, 0, 0)
             self._unlock_slot(slot)
-        _HEAD.pack_into(self._map, 0, MAGIC, slots, meta_bytes, image_bytes)
+        _HEAD.pack_into(self._map, 0, MAGIC, slots, meta_bytes, image_bytes, behind)
         del old
 
     def begin(self, version: int, pinned: frozenset[int] = frozenset(), *, renew: bool = False) -> int | None:
@@ -172,7 +177,7 @@ class Arena:
         """
         self.drop_later(version, pinned)
         sealed = {seal.slot: seal.version for seal in self.seals()}
-        newest = max((kept for kept in sealed.values() if kept <= version), default=_NO_VERSION)
+        newest = max((kept for kept in sealed.values() if kept <= version), default=NO_VERSION)
         same = [slot for slot, kept in sealed.items() if kept == version]
         if same and version in pinned:
             return None
@@ -181,7 +186,7 @@ class Arena:
         last = [slot for slot, kept in sealed.items() if kept == newest and kept not in pinned and len(sealed) > 1]
         for slot in same or [*free, *(slot for _, slot in old), *(last if renew else [])]:
             if self._try_lock(slot):
-                _SEAL.pack_into(self._memory(), _seal_at(slot), _NO_VERSION, 0, 0, 0)
+                SEAL.pack_into(self._memory(), _seal_at(slot), NO_VERSION, 0, 0, 0)
                 return slot
         return None
 
@@ -202,11 +207,15 @@ class Arena:
         """Break the seal of one."""
         for seal in self.seals():
             if seal.version == version:
-                _SEAL.pack_into(self._memory(), _seal_at(seal.slot), _NO_VERSION, 0, 0, 0)
+                SEAL.pack_into(self._memory(), _seal_at(seal.slot), NO_VERSION, 0, 0, 0)
 
     def slot_image(self, slot: int) -> tuple[mmap.mmap, int]:
         """The memory, and where in it the image of a slot being filled starts."""
         return self._memory(), self._base(slot) + self._meta_bytes
+
+    def behind(self) -> tuple[mmap.mmap | None, int, int]:
+        """The memory, where in it the room behind the slots starts, and how large that is."""
+        return self._map, self._base(self._slots), self._behind if self._map is not None else 0
 
     def seal(self, slot: int, version: int, meta: Meta) -> None:
         """The slot is whole."""
@@ -216,7 +225,7 @@ class Arena:
         base = self._base(slot)
         memory[base : base + len(data)] = data
         crc = zlib.crc32(data)
-        _SEAL.pack_into(memory, _seal_at(slot), version, len(data), crc, _seal_crc(version, len(data), crc))
+        SEAL.pack_into(memory, _seal_at(slot), version, len(data), crc, seal_crc(version, len(data), crc))
         self._unlock_slot(slot)
 
     def give_up(self, slot: int) -> None:
@@ -228,9 +237,10 @@ class Arena:
     def _open(self) -> None:
         size = os.fstat(self.fd).st_size
         memory = mmap.mmap(self.fd, size)
-        magic, slots, meta_bytes, image_bytes = _HEAD.unpack_from(memory, 0)
-        if magic == MAGIC and PAGE + slots * (meta_bytes + image_bytes) == size:
-            self._map, self._slots, self._meta_bytes, self._image_bytes = memory, slots, meta_bytes, image_bytes
+        magic, slots, meta_bytes, image_bytes, behind = _HEAD.unpack_from(memory, 0)
+        if magic == MAGIC and PAGE + slots * (meta_bytes + image_bytes) + behind == size:
+            self._map, self._slots, self._behind = memory, slots, behind
+            self._meta_bytes, self._image_bytes = meta_bytes, image_bytes
 
     def refresh(self) -> None:
         """Look again: the other side may have made more room."""
@@ -268,5 +278,5 @@ def _seal_at(slot: int) -> int:
     return 64 + 64 * slot
 
 
-def _seal_crc(version: int, length: int, crc: int) -> int:
+def seal_crc(version: int, length: int, crc: int) -> int:
     return zlib.crc32(struct.pack("<qQI", version, length, crc))

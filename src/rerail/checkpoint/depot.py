@@ -18,8 +18,9 @@ from rerail.checkpoint.header import PageBuffer
 from rerail.checkpoint.manifest import LEAST_CHUNK, MOST_CHUNK
 from rerail.checkpoint.memory import MemoryTier
 from rerail.checkpoint.tiers import Tier
-from rerail.config import DEPOT_KEY, DEPOT_SOCKET, node_memory, settings_of_rank
+from rerail.config import DEPOT_KEY, DEPOT_SOCKET, settings_of_rank
 from rerail.errors import CheckpointError
+from rerail.texts import node_memory
 
 PATIENCE_S = 60.0
 """Seconds the other side may take in the middle of a call."""

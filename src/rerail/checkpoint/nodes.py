@@ -17,8 +17,9 @@ from typing import TypeVar
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.remote import RemoteTier
 from rerail.checkpoint.tiers import Read, Source, Tier
-from rerail.config import DEPOT_KEY, DEPOTS, node_memory, settings_of_rank
+from rerail.config import DEPOT_KEY, DEPOTS, settings_of_rank
 from rerail.errors import CheckpointError
+from rerail.texts import node_memory
 
 URL = "nodes://"
 _ASKED_AT_ONCE = 16

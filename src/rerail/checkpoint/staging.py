@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from rerail.checkpoint.arena import Arena, Meta, NoRoom
+from rerail.checkpoint.background import Background
 from rerail.checkpoint.device import DeviceCopy
 from rerail.checkpoint.dtypes import view_of
 from rerail.checkpoint.layout import Layout, Piece, plan
@@ -30,9 +28,18 @@ SMALL_ROOM = 4 << 20
 class Stager:
     """Fills slots; one at a time."""
 
-    def __init__(self, arena: Arena, *, slots: int = 2, overlap: bool = True, most: int | None = None) -> None:
-        """`most`: bytes that all slots together may take; None for as many as the machine can spare."""
-        self.arena, self._slots, self._overlap, self._most = arena, slots, overlap, most
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        slots: int = 2,
+        overlap: bool = True,
+        most: int | None = None,
+        behind: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`most`: bytes that all slots together may take; None for as many as the machine can spare. `behind`: bytes that are
+        wanted behind them, asked for whenever room is made; there may be fewer."""
+        self.arena, self._slots, self._overlap, self._most, self._behind = arena, slots, overlap, most, behind
         self._layout: Layout | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
         self._room: Layout | None = None
@@ -43,13 +50,17 @@ class Stager:
         """The slot being filled."""
         self._device: DeviceCopy | None = None
         self._from_device = False
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], object]] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._error: BaseException | None = None
-        self.cpu_s = 0.0
+        self._background = Background("rerail-stage")
+
+    @property
+    def cpu_s(self) -> float:
         """Seconds of a CPU that the newest copy took beside the training."""
-        self._thread: threading.Thread | None = None
+        return self._background.cpu_s
+
+    @property
+    def making_room(self) -> bool:
+        """Nothing in the arena may be touched meanwhile."""
+        return self._making_room and self._background.busy
 
     def stage(
         self,
@@ -66,7 +77,7 @@ class Stager:
 
         False if nothing was copied: every slot is still being read, or a large arena is still being made.
         """
-        if self._making_room and not self._idle.is_set():
+        if self.making_room:
             return False
         self.settle()
         layout = self._plan(pieces)
@@ -109,15 +120,15 @@ class Stager:
             return
         if self._device is not None and self._from_device:
             self._device.before_update()
-        elif not self._idle.is_set():
-            self._idle.wait()
+        else:
+            self._background.wait()
 
     def settle(self) -> None:
         """Wait until nothing is being copied any more."""
-        self._idle.wait()
+        self._background.wait()
         self._making_room = False
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self._background.taken_error()
+        if error is not None:
             if isinstance(error, NoRoom):
                 raise error
             raise StateError(f"the state could not be copied: {error}") from error
@@ -147,25 +158,11 @@ class Stager:
             copy()
             finish()
 
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rerail-stage", daemon=True)
-            self._thread.start()
-        self._idle.clear()
-        self._tasks.put((task, held))
+        def failed() -> None:
+            if self._slot >= 0:
+                self.arena.give_up(self._slot)
 
-    def _work(self) -> None:
-        while True:
-            task, held = self._tasks.get()
-            started = time.thread_time()
-            try:
-                task()
-            except BaseException as error:
-                self._error = error
-                if self._slot >= 0:
-                    self.arena.give_up(self._slot)
-            del task, held
-            self.cpu_s = time.thread_time() - started
-            self._idle.set()
+        self._background.begin(task, held, failed)
 
     # --- the layout ---
 
@@ -177,19 +174,24 @@ class Stager:
     def _has_room(self, layout: Layout) -> bool:
         """Memory for this layout; much of it is made beside the training."""
         if self._room is not layout:
-            self._views, self._slot = {}, -1
+            self._views, self._slot, behind = {}, -1, self._behind()
             if layout.image_size <= LARGE or not self._overlap:
-                self._make_room(layout)
+                self._make_room(layout, behind)
             else:
                 self._making_room = True
-                self._in_background(lambda: self._make_room(layout), lambda: None)
+                self._in_background(lambda: self._make_room(layout, behind), lambda: None)
         return self._room is layout
 
-    def _make_room(self, layout: Layout) -> None:
+    def _make_room(self, layout: Layout, behind: int) -> None:
         table = sum(len(entry.name) + 96 for entry in layout.entries)
         _unpin(self._pinned_at)
         self._pinned_at = 0
-        self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size, self._most)
+        try:
+            self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size, self._most, behind)
+        except NoRoom:
+            if not behind:
+                raise
+            self.arena.reserve(self._slots, table + SMALL_ROOM, layout.image_size, self._most)
         self._pinned_at = _pin(self.arena.slot_image(0)[0])
         self._room = layout
 

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from rerail.cli.rundir import refusal, to_controller
-from rerail.config import bytes_of
 from rerail.errors import UsageError
 from rerail.report.summary import find_run
 from rerail.runtime.injections import ANSWER_S, FACTOR, FLAGS, KINDS, Wanted, check
+from rerail.texts import bytes_of
 
 EXIT_REFUSED = 1
 SLACK_S = 15.0

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rerail.cli.policy_replay import replay
-from rerail.config import Settings, listed, load_settings, settings_file
+from rerail.config import Settings, load_settings, settings_file
 from rerail.decide.axes import Repair
 from rerail.decide.choose import choose
 from rerail.decide.escalation import Escalation, Seen
@@ -27,6 +27,7 @@ from rerail.errors import UsageError
 from rerail.faults.catalog import Fault, load_catalog
 from rerail.flow import Cost, Decision, Diagnosis, Rung
 from rerail.runtime.handling import policy_of, problems_with, shipped_book
+from rerail.texts import listed
 from rerail.wording import counted
 
 EXIT_WRONG = 1

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from rerail.config import Settings, limits_of
+from rerail.config import Settings
 from rerail.decide.axes import AXES, Admission, Axes, Repair, Running
 from rerail.decide.tables import Row, Shape, fit, rules_in
 from rerail.errors import ConfigError
 from rerail.faults.catalog import SCOPES
 from rerail.flow import Severity
+from rerail.texts import limits_of
 
 TIMES_MAX = 100
 WITHIN_MAX_S = 864_000.0

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
-from rerail.config import HANDLINGS, Settings, listed
+from rerail.config import HANDLINGS, Settings
 from rerail.decide.axes import AXES, Admission, Axes, Levels, Repair, Running, worst_of
 from rerail.decide.tables import Row, Shape, fit, rules_in, there_are
 from rerail.errors import ConfigError
 from rerail.faults.catalog import SCOPES, Fault
 from rerail.flow import Handling, Rung, Severity
+from rerail.texts import listed
 from rerail.wording import guess
 
 MUTE_MAX_S = 86_400.0

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from rerail.config import Settings, listed, settings_of_rank
+from rerail.config import Settings, settings_of_rank
 from rerail.errors import ConfigError
 from rerail.faults.catalog import Catalog, Fault, load_catalog
 from rerail.flow import Handling, Role, Severity
+from rerail.texts import listed
 from rerail.wording import guess
 
 OFF = "off"

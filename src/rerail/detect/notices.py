@@ -24,10 +24,11 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from rerail.config import CLOUDS, Settings, listed
+from rerail.config import CLOUDS, Settings
 from rerail.detect.detector import Line, Reading, Watcher
 from rerail.detect.dropbox import Dropbox
 from rerail.detect.host_services import run_tool
+from rerail.texts import listed
 
 METADATA = "http://169.254.169.254"
 ANSWER_S = 2.0

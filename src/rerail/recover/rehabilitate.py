@@ -2,7 +2,8 @@
 
     survivors       keep what they have
     the lost shard  comes from its newest snapshot that all share; place in the data, schedule and random state are exact.
-                    Its parameters go on on a straight line through the last two, where the survivors' own have shown that to pay
+                    Its parameters come from its shadow where that is newer, and go on on a straight line through the last two.
+                    Without a shadow they do so through the last two snapshots, where the survivors' own have shown that to pay
     the guard       one rank looks at its loss until it is what it was; if that takes longer than going back would have
                     cost, all go back to that snapshot, and the run is exact again
 
@@ -11,7 +12,7 @@ Called by `recover.execute` where the policy says `fidelity = "fast"`, with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -103,11 +104,16 @@ def _source(p: Parked, whole: bool, version: int, at: int, straight: bool) -> So
     # one that could only run the step out does not know the schedule behind it
     if at not in p.snapshots or version > p.version:
         return None
-    before = max((one for one in p.snapshots if one < at), default=-1)
-    # further than it was seen to go, noise is all there is
-    return Source(
-        kind="stale", at=at, before=before if straight and 0 <= version - at <= at - before and before >= 0 else -1
-    )
+    shadow = max((one for one in p.shadows if at < one <= version), default=-1)
+    if shadow >= 0:
+        return Source(kind="stale", at=at, shadow=shadow, before=_before(p.shadows, shadow, version))
+    return Source(kind="stale", at=at, before=_before(p.snapshots, at, version) if straight else -1)
+
+
+def _before(kept: Sequence[int], at: int, version: int) -> int:
+    """Where a straight line through `at` to `version` begins; -1: further than it was seen to go, noise is all there is."""
+    before = max((one for one in kept if one < at), default=-1)
+    return before if before >= 0 and 0 < version - at <= at - before else -1
 
 
 def carried_on(healing: Healing | None, choice: Choice, parked: Mapping[int, Parked]) -> Healing | None:

@@ -52,7 +52,7 @@ def compose(
         ok=ok,
         attempts=incident.attempts,
         resumed_step=line.resumed_version if not stopped else -1,
-        sources={rank: _source(source) for rank, source in sources.items()} if not stopped else {},
+        sources={rank: source_in_words(source) for rank, source in sources.items()} if not stopped else {},
         phases=phases(line) if not stopped else (),
         detail=detail or decision.why,
     )
@@ -140,7 +140,11 @@ def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
     return "; then ".join([first.summary, *(diagnosis.summary for diagnosis in later)])
 
 
-def _source(source: Source) -> str:
+def source_in_words(source: Source) -> str:
+    """Where one rank's state came from."""
+    if source.kind == "stale" and source.shadow >= 0:
+        on = f", on in a straight line from that of step {source.before}" if source.before >= 0 else ""
+        return f"its shadow of step {source.shadow}{on}, moments of step {source.at} (not exact)"
     if source.kind == "stale" and source.before >= 0:
         return f"its snapshot of step {source.at}, parameters on in a straight line from that of step {source.before} (not exact)"
     if source.kind == "stale":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rerail.config import Settings, listed
+from rerail.config import Settings
 from rerail.diagnose.stall import behind, counts_of
 from rerail.flow import Signal, new_id
 from rerail.runtime.fleet import Agent, Fleet, Link, Rank, RankState, Waits
@@ -29,6 +29,7 @@ from rerail.runtime.wire import (
     Unsound,
     Voted,
 )
+from rerail.texts import listed
 
 _ENDS_RANK = ("process.exit", "step.hang", "park.timeout", "build.timeout", "agent.fenced")
 

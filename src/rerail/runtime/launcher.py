@@ -21,11 +21,12 @@ from types import FrameType
 
 import msgspec
 
-from rerail.config import DEPOT_KEY, DEPOT_PORT, DEPOT_SOCKET, EXIT_FAILED, INJECT, JobSpec, Settings, node_memory
+from rerail.config import DEPOT_KEY, DEPOT_PORT, DEPOT_SOCKET, EXIT_FAILED, INJECT, JobSpec, Settings
 from rerail.detect.process import signal_name
 from rerail.errors import UsageError
 from rerail.runtime import lastwill, memory, processes
 from rerail.runtime.processes import say
+from rerail.texts import node_memory
 
 AGENT, CONTROLLER, DEPOT = "agent", "controller", "depot"
 MODULES = {AGENT: "rerail.runtime.agent", CONTROLLER: "rerail.runtime.controller", DEPOT: "rerail.checkpoint.depot"}

@@ -21,7 +21,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """With `stale`: the version of the snapshot. With `own` and `snapshot`: the version that this rank goes on from, where it is not
     the plan's: it does the steps in between again, with what the others have told its predecessor. -1: the plan's."""
     before: int = -1
-    """With `stale`: parameters go on on a straight line from the snapshot of this version through that `at`; -1: they do not."""
+    """With `stale`: parameters go on on a straight line from the snapshot of this version through that `at`, or from the shadow of
+    this version through that of version `shadow`; -1: they do not."""
+    shadow: int = -1
+    """With `stale`: parameters come from the shadow of this version, which is newer than the snapshot; -1: there is none."""
     small: bool = False
     """With `replica`: random state aside, the small state comes from there, too, since nobody has kept this rank's."""
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from rerail.config import listed
 from rerail.errors import WireError
 from rerail.faults.catalog import Catalog, Fault
 from rerail.flow import Role
+from rerail.texts import listed
 from rerail.wording import closest
 
 MAX_BODY = 64 << 10

@@ -122,6 +122,8 @@ class Parked(Message, frozen=True, kw_only=True):
     """Versions whose RNG, cursor and schedule this rank can restore by itself."""
     snapshots: tuple[int, ...] = ()
     """Versions sealed in its arena, state tensors included."""
+    shadows: tuple[int, ...] = ()
+    """Where what is held is not whole: versions of which its arena has the parameters in half precision (`checkpoint.shadow`)."""
     replicas: tuple[int, ...] = ()
     """Ranks that hold the very same state, itself included."""
     logged: int = -1

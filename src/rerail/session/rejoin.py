@@ -273,6 +273,7 @@ class Rejoiner:
                 snapshots=job._snapshots.versions(),
                 logged=messages.since,
                 astray=messages.astray,
+                shadows=() if self._intact else job._snapshots.shadow.usable(),
                 replicas=self._replicas(),
                 agreed=self._agreed,
                 in_guard=in_guard,

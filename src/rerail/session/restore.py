@@ -32,7 +32,9 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
     source, start = plan.sources[job.rank], plan.starts()[job.rank]
     if source.kind in ("snapshot", "stale"):
         tensors(job, start if source.kind == "snapshot" else source.at)
-        if source.before >= 0:
+        if source.shadow >= 0:
+            job._snapshots.shadow.load(source, plan.version)
+        elif source.before >= 0:
             straight_on(job, source, plan.version)
     received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
     if received is not None:

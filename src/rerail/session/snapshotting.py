@@ -27,7 +27,7 @@ from rerail.checkpoint.dtypes import view_of
 from rerail.checkpoint.layout import Piece, plan
 from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.stream import Stream
-from rerail.config import FAST, bytes_of, settings_of_rank
+from rerail.config import FAST, settings_of_rank
 from rerail.errors import StateError
 from rerail.session.c10d import cuda_in_use
 from rerail.session.drifting import Drifting
@@ -35,8 +35,10 @@ from rerail.session.fabric import Mode, fabric, hearing, messages
 from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
+from rerail.session.shadowing import Shadower
 from rerail.session.small import Small, encode
 from rerail.session.soundness import any_nan
+from rerail.texts import bytes_of
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -62,6 +64,7 @@ class Snapshotter:
         self._pieces = Pieces(job._tracked, job.rank, job.world_size)
         settings = settings_of_rank()
         self.drifting = Drifting(job._tracked, on=settings.fidelity == FAST)
+        self.shadow = Shadower(job, self.arena, settings)
         self._most = bytes_of(settings.snapshot_memory) if settings.snapshot_memory else None
         self._replay_log = bytes_of(settings.replay_log, "setting replay_log")
         self._fixed = settings.snapshot_every > 0
@@ -87,8 +90,10 @@ class Snapshotter:
         if self.arena is not None:
             self._replicas = self._job._tracked.replicas(self._job.rank, self._job.world_size)
             messages.allow(self._replay_log if self._job.world_size > 1 and not self._only_for_saves else 0)
-            slots = self._job._checkpoints.in_flight + 1
-            self._stager = Stager(self.arena, slots=slots, overlap=self._job._attempt.watched > 0, most=self._most)
+            slots, watched = self._job._checkpoints.in_flight + 1, self._job._attempt.watched > 0
+            if self._only_for_saves or not watched:
+                self.shadow.end()
+            self._stager = Stager(self.arena, slots=slots, overlap=watched, most=self._most, behind=self.shadow.room)
             self._job._checkpoints.begin(self.arena.fd)
 
     def adopt(self, every: int) -> None:
@@ -120,7 +125,10 @@ class Snapshotter:
         save = not messages.doing_again and (job._checkpoints.due(version) or (last and job._checkpoints.on))
         due = (now or version % self.every == 0) and not self._only_for_saves and self._stager is not None
         if not (save or due) or (version in self.small_versions() and not save):
+            if self._stager is not None and not self._stager.making_room:
+                self.shadow.take_if_due(version)
             return
+        self.shadow.settle()
         started = time.monotonic()
         try:
             full = msgspec.structs.replace(small, objects=job._tracked.small_objects(scalars=True))
@@ -161,6 +169,7 @@ class Snapshotter:
                 job._checkpoints.missed(version)
         if taken:
             self.drifting.note(version)
+            self.shadow.copied(version)
         self._took_s, self._copying = time.monotonic() - started, True
         held = self.small_versions()
         if held:
@@ -170,6 +179,7 @@ class Snapshotter:
     def _without_snapshots(self, error: StateError) -> None:
         """Go on without; a host that has no room for them can still save."""
         job, self.arena, self._stager = self._job, None, None
+        self.shadow.end()
         self._cannot_save = "" if isinstance(error, NoRoom) else str(error)
         then = "training goes on without memory snapshots"
         if job._checkpoints.on and not self._cannot_save:
@@ -199,20 +209,24 @@ class Snapshotter:
             self._took_s += self.stalled_s
             self._costs.append(self._took_s + self._stager.cpu_s)
             foresight.stalled(self._took_s)
+        self.stalled_s += self.shadow.before_update()
 
     def drop_behind(self, version: int) -> None:
         """Nothing later than this is to be gone back to."""
         self.settle()
+        self.shadow.drop_behind(version)
         if self.arena is not None:
             self.arena.drop_behind(version)
 
     def drop_later(self, version: int) -> None:
         """The training goes on from this one, and makes later ones anew; those that are being saved stay until then."""
+        self.shadow.drop_behind(version)
         if self.arena is not None:
             self.arena.drop_later(version, self._job._checkpoints.pinned)
 
     def drop_unsound(self) -> None:
         """Nor what holds numbers that are none."""
+        self.shadow.drop_unsound()
         for version in self.versions():
             entries = self.arena.meta(version).entries if self.arena is not None else ()
             if self.arena is not None and any_nan([view_of(self.arena.image(version), one) for one in entries]):
@@ -220,6 +234,7 @@ class Snapshotter:
 
     def settle(self) -> None:
         """Nothing is being copied any more: the state may be replaced."""
+        self.shadow.settle()
         try:
             if self._stager is not None:
                 self._stager.settle()

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rerail.config import listed, settings_of_rank
+from rerail.config import settings_of_rank
 from rerail.errors import JobStopped, StateError
 from rerail.runtime.clock import METRICS, Phase
 from rerail.runtime.wire import HEALED, Message, Unsound
 from rerail.session.fabric import fabric
 from rerail.session.healing import Healer, level
+from rerail.texts import listed
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
