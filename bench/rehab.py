@@ -4,7 +4,8 @@
     python bench/rehab.py --shape small --seeds 5 --at-once 3 --to-end
     python bench/rehab.py --shape small --lost "a quarter of every tensor" --beta2 0.999
     python bench/rehab.py --shape small --repeated 5                five faults in one run
-    python bench/rehab.py --read results.jsonl                      the tables once more
+    python bench/rehab.py --shape vgg16 --seeds 2
+    python bench/rehab.py --read results.jsonl --plots rehab.html   the tables once more, and drawings
 
 A run is trained undisturbed. Then, for every fault, all is put back to the step of the fault, the lost part (a quarter: the second of four
 stages) is replaced by each way of restoring it, and training goes on with the same data. Three metrics, since they rank methods
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from rehab_plots import drawings
 from rehab_train import SHAPES, Shape, Span, State, Trainer, part
 from rerail.rehab.choosing import Choice, choose
 from rerail.rehab.predictors import LeastSquares, Linear, Predictor, Stale, Times, Window
@@ -126,6 +128,8 @@ def predicted(
         predictor = run.learnt[fault, predictor.name] = trained(predictor, windows)
         told["predictor_loss"] = predictor.loss
     put_back(run, fault, lost, lambda at: predictor.predict(*windows[at]))
+    if run.trainer.device.type == "cuda":
+        torch.cuda.synchronize()
     return told | {"seconds": time.monotonic() - began}
 
 
@@ -199,6 +203,7 @@ def recovery(run: Reference, fault: int, name: str, lost: Sequence[Span], until:
         **told,
     }
     if until == trainer.shape.steps:
+        result["valid"] = {str(s): round(float(x), 5) for s, x in valid.items()}
         result["end"] = _gap(run, {s: float(x) for s, x in valid.items()}, until) / run.slope(until - SMOOTH // 2)
     return result
 
@@ -235,7 +240,8 @@ def one_seed(args: argparse.Namespace, seed: int) -> None:
     every = args.every or max(20, shape.steps // 20)
     run = reference(shape, seed, every, (0.25, 0.5, 0.75))
     told = {"shape": args.shape, "seed": seed, "every": every, "lost": args.lost, "beta2": args.beta2}
-    _say(told | {"step_s": run.seconds, "end_loss": run.valid[shape.steps]})
+    curve = {str(step): round(loss, 5) for step, loss in run.valid.items()}
+    _say(told | {"step_s": run.seconds, "end_loss": run.valid[shape.steps], "undisturbed": curve})
     lost = LOST[args.lost](run.trainer)
     told["share"] = sum(span.end - span.start for span in lost) / sum(one.numel() for one in run.trainer.parameters)
     for fault in run.faults if not args.repeated else ():
@@ -341,9 +347,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=-1, help="only this one, in this process")
     parser.add_argument("--out", type=Path, help="a JSON line for every recovery")
     parser.add_argument("--read", type=Path, help="only make tables of what was written before")
+    parser.add_argument("--plots", type=Path, metavar="FILE", help="a page with drawings, too")
     args = parser.parse_args()
     if args.read:
-        tables(args.read.read_text().splitlines())
+        lines = args.read.read_text().splitlines()
+        tables(lines)
+        if args.plots:
+            args.plots.write_text(drawings(lines))
     elif args.seed >= 0:
         torch.backends.cuda.matmul.allow_tf32 = True
         one_seed(args, args.seed)
@@ -352,6 +362,8 @@ def main() -> None:
         if args.out:
             args.out.write_text("".join(lines))
         tables(lines)
+        if args.plots:
+            args.plots.write_text(drawings(lines))
 
 
 def _all_seeds(args: argparse.Namespace) -> list[str]:
