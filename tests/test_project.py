@@ -1,9 +1,11 @@
 """The promises the repository makes about itself."""
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,36 @@ def test_nothing_is_unpickled_and_nothing_left_for_later() -> None:
     )
     found = [str(path) for path in (ROOT / "src").rglob("*.py") if banned.search(path.read_text())]
     assert not found
+
+
+PLAIN = {"Any", "Raw", "bool", "bytes", "dict", "float", "int", "list", "msgspec", "set", "str", "tuple"}
+"""Types that msgspec keeps nothing of."""
+ONE_THREAD = ("cli/", "detect/deep_tests.py")
+"""Programs that decode in their main thread alone."""
+
+
+def decoders_made_late(tree: ast.Module) -> Iterator[str]:
+    """Where a decoder of a struct is made when something is to be decoded."""
+    for function in (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)):
+        for call in (one for one in ast.walk(function) if isinstance(one, ast.Call)):
+            words = ast.unparse(call.func)
+            kinds: list[ast.expr] = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
+            if words in ("msgspec.json.Decoder", "msgspec.msgpack.Decoder"):
+                kinds = call.args
+            elif words not in ("msgspec.json.decode", "msgspec.msgpack.decode"):
+                continue
+            named = {one.id for kind in kinds for one in ast.walk(kind) if isinstance(one, ast.Name)}
+            if named - PLAIN:
+                yield f"{call.lineno}: {ast.unparse(call)}"
+
+
+def test_decoders_of_structs_are_made_when_a_module_is_imported() -> None:
+    """msgspec looks at the fields of a struct when it meets it first, and another thread that decodes the same type meanwhile crashes
+    the process: it finds fields without a type (msgspec 0.22, SIGSEGV)."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted((ROOT / "src" / "rerail").rglob("*.py"))
+        if not str(path.relative_to(ROOT / "src" / "rerail")).startswith(ONE_THREAD)
+        for line in decoders_made_late(ast.parse(path.read_text()))
+    ]
+    assert not found, "make these decoders at the top of their modules: " + ", ".join(found)

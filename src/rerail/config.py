@@ -236,6 +236,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """When faults that come often or last count for more, if not by the shipped rules: `[[escalation]]` tables of `rerail.toml`, see [policy](policy.md)."""
 
 
+settings_decoder = msgspec.json.Decoder(Settings)
+spec_decoder = msgspec.json.Decoder(JobSpec)
+"""As they are handed from process to process."""
 TABLES = ("policy", "escalation")
 """Settings that are tables: they stand in the file only."""
 
@@ -270,7 +273,7 @@ def settings_file() -> Path | None:
 def settings_of_rank(env: Mapping[str, str] = os.environ) -> Settings:
     """The settings of the job this process is a rank of; the agent hands them down. Defaults outside `rerail run`."""
     handed = env.get("RERAIL_SETTINGS", "")
-    return msgspec.json.decode(handed, type=Settings) if handed else load_settings(env=env)
+    return settings_decoder.decode(handed) if handed else load_settings(env=env)
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class Meta(msgspec.Struct, frozen=True, array_like=True):
     """How to save it, for whoever finds it when the rank is gone; empty where nobody asked for checkpoints."""
 
 
+_meta = msgspec.msgpack.Decoder(Meta)
+
+
 class Seal(NamedTuple):
     """A sealed slot."""
 
@@ -101,7 +104,7 @@ class Arena:
         data = self._memory()[base : base + seal.length]
         if zlib.crc32(data) != seal.crc:
             raise StateError(f"version {version} in this rank's arena has been overwritten")
-        return msgspec.msgpack.decode(data, type=Meta)
+        return _meta.decode(data)
 
     def image(self, version: int) -> memoryview:
         """The bytes of a sealed version's tensors, headed by a safetensors header."""

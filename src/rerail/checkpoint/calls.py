@@ -45,6 +45,9 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     exclusive: bool = False
 
 
+_call = msgspec.msgpack.Decoder(Call)
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What came of it."""
 
@@ -56,6 +59,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Names in a folder, or checksums."""
     want: int = -1
     """Not the end: `size` bytes from this offset are wanted first."""
+
+
+_answer = msgspec.msgpack.Decoder(Answer)
 
 
 def challenge(sock: socket.socket, key: str) -> bool:
@@ -87,11 +93,11 @@ def send(sock: socket.socket, message: Call | Answer, data: memoryview | bytes =
 
 
 def receive_call(sock: socket.socket) -> Call:
-    return _receive(sock, msgspec.msgpack.Decoder(Call).decode)
+    return _receive(sock, _call.decode)
 
 
 def receive_answer(sock: socket.socket) -> Answer:
-    return _receive(sock, msgspec.msgpack.Decoder(Answer).decode)
+    return _receive(sock, _answer.decode)
 
 
 def _receive(sock: socket.socket, decode: Callable[[bytearray], _M]) -> _M:

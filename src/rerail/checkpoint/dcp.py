@@ -79,6 +79,9 @@ class _Plain(msgspec.Struct, frozen=True):
     """Where each name belongs in the nested state dictionary."""
 
 
+_plain = msgspec.json.Decoder(_Plain)
+
+
 class Writer(StorageWriter):
     """Saves one step to `root`, a directory or a URL."""
 
@@ -303,7 +306,7 @@ def _plain_of(step: Step) -> _Plain:
     paths: dict[str, _Path] = {}
     for manifest in step.manifests.values():
         try:
-            plain = msgspec.json.decode(manifest.small, type=_Plain)
+            plain = _plain.decode(manifest.small)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         items.update(plain.items)

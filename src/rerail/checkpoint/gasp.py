@@ -26,6 +26,8 @@ from rerail.checkpoint.tiers import tier_at
 from rerail.config import settings_of_rank
 from rerail.errors import CheckpointError, StateError
 
+_order = msgspec.json.Decoder(Order)
+
 DEADLINE_S = 30.0
 """Seconds that the other nodes' ranks may take."""
 
@@ -37,7 +39,7 @@ def orders_of(arena: Arena) -> dict[int, Order]:
         try:
             text = arena.meta(seal.version).order
             if text:
-                order = msgspec.json.decode(text, type=Order)
+                order = _order.decode(text)
                 lasting = tuple(url for url in order.tiers if url != nodes.URL)  # the nodes go down as this one does
                 if lasting:
                     changes = {"tiers": lasting, "read_back": False, "deadline_s": DEADLINE_S}

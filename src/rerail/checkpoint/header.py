@@ -64,6 +64,9 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+_entry = msgspec.json.Decoder(_Entry)
+
+
 def build(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> tuple[bytes, list[Tensor]]:
     """The header for these (key, dtype, shape), and where in the file each one's data goes: close together, in order."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
@@ -96,7 +99,7 @@ def parse(data: bytes, file_size: int) -> tuple[list[Tensor], dict[str, str]]:
     try:
         raw = msgspec.json.decode(data[_LENGTH.size :], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
-        entries = {key: msgspec.json.decode(value, type=_Entry) for key, value in raw.items()}
+        entries = {key: _entry.decode(value) for key, value in raw.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CheckpointError(f"not a safetensors header: {error}") from error
     found = []

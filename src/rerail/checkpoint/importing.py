@@ -164,13 +164,16 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+_index = msgspec.json.Decoder(_Index)
+
+
 def _indexed(path: Path, files: list[Path]) -> list[Path]:
     """The files that an index names, if there is one; all of them otherwise."""
     index = path / INDEX
     if not index.exists():
         return files
     try:
-        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        places = _index.decode(index.read_bytes()).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{index} is malformed: {error}") from error
     named = [path / name for name in sorted(set(places.values()))]

@@ -111,6 +111,13 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         return StepId(self.epoch, self.step, self.generation)
 
 
+_formats, _manifests, _commits = (
+    msgspec.json.Decoder(_Format),
+    msgspec.json.Decoder(RankManifest),
+    msgspec.json.Decoder(Commit),
+)
+
+
 def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -129,7 +136,7 @@ def decode_commit(data: bytes, expected: StepId) -> Commit:
     body, _, _ = data[:-1].rpartition(b"\n")
     if data != body + b"\n" + digest(body).encode() + b"\n":
         raise CheckpointError("COMMIT does not match its own checksum")
-    commit = _decode(body, Commit, "COMMIT")
+    commit = _decode(body, _commits, "COMMIT")
     if commit.id != expected:
         raise CheckpointError(f"COMMIT is of {commit.id.folder}, but lies in {expected.folder}")
     if commit.world_size < 1 or not commit.ranks:
@@ -162,7 +169,7 @@ def decode_rank(data: bytes, commit: Commit, rank: int) -> RankManifest:
 def decode_own(data: bytes, expected: StepId, rank: int) -> RankManifest:
     """The same without a COMMIT: nothing says yet that these bytes are right."""
     where = names.manifest_name(rank)
-    manifest = _decode(data, RankManifest, where)
+    manifest = _decode(data, _manifests, where)
     if StepId(manifest.epoch, manifest.step, manifest.generation) != expected or manifest.rank != rank:
         raise CheckpointError(f"{where} belongs to another save")
     check(manifest, where)
@@ -212,11 +219,11 @@ def _check_tensor(name: str, tensor: SavedTensor, where: str) -> None:
         raise CheckpointError(f"{where}: two boxes of {name!r} overlap")
 
 
-def _decode(data: bytes, kind: type[S], where: str) -> S:
+def _decode(data: bytes, decoder: msgspec.json.Decoder[S], where: str) -> S:
     try:
-        written = msgspec.json.decode(data, type=_Format).format
+        written = _formats.decode(data).format
         if written > FORMAT:
             raise CheckpointError(f"{where} has format {written}, this rerail reads up to {FORMAT}: use a newer rerail")
-        return msgspec.json.decode(data, type=kind)
+        return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{where} is malformed: {error}") from error

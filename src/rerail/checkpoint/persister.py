@@ -34,6 +34,8 @@ from rerail.checkpoint.tiers import Tier
 from rerail.config import DEPOTS, settings_of_rank
 from rerail.errors import CheckpointError
 
+_order = msgspec.json.Decoder(Order)
+
 LONGEST = 1 << 17
 """Bytes of a message."""
 NOTES, NOTE = 16, 1000
@@ -63,7 +65,6 @@ class Persister:
         """What was committed last, and where: steps that were busy when others were removed are to go at the end."""
 
     def run(self) -> None:
-        decoder = msgspec.json.Decoder(Order)
         while True:
             try:
                 data, links, *_ = socket.recv_fds(self._link, LONGEST, 1)
@@ -71,7 +72,7 @@ class Persister:
                 break
             if not data:
                 break
-            order = decoder.decode(data)
+            order = _order.decode(data)
             self._arena.refresh()
             held = Streamed(socket.socket(fileno=links[0])) if links else self._arena
             self._prepare(order)

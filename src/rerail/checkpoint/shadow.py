@@ -18,6 +18,8 @@ from rerail.checkpoint.arena import NO_VERSION, SEAL, Arena, Entry, seal_crc
 from rerail.checkpoint.header import PAGE, to_page
 from rerail.errors import StateError
 
+_entries = msgspec.msgpack.Decoder(list[Entry])
+
 HALVES = 2
 
 
@@ -55,7 +57,7 @@ class Shadow:
         data = self._memory()[at : at + length]
         if zlib.crc32(data) != crc:
             raise StateError(f"the shadow of version {version} in this rank's arena has been overwritten")
-        return msgspec.msgpack.decode(data, type=list[Entry])
+        return _entries.decode(data)
 
     def image(self, version: int) -> memoryview:
         """The bytes of its tensors."""

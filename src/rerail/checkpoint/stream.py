@@ -24,6 +24,8 @@ from rerail.checkpoint.header import PageBuffer, to_page
 from rerail.checkpoint.tiers import Source
 from rerail.errors import CheckpointError
 
+_meta_of = msgspec.msgpack.Decoder(Meta)
+
 _ASK = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<Q")
 _BUFFER = 4 << 20
@@ -91,7 +93,7 @@ class Streamed:
             receive_into(self._link, length)
             data = memoryview(bytearray(_LENGTH.unpack(length)[0]))
             receive_into(self._link, data)
-            self._meta = msgspec.msgpack.decode(data, type=Meta)
+            self._meta = _meta_of.decode(data)
         except OSError:
             return False
         return True

@@ -22,6 +22,8 @@ from rerail.checkpoint.persister import LONGEST
 from rerail.checkpoint.saving import Order, Outcome
 from rerail.checkpoint.stream import Stream
 
+_outcome = msgspec.json.Decoder(Outcome)
+
 STARTS = 3
 """Times that one order may take a persister down before it is given up."""
 ENDS_S = 2.0
@@ -134,7 +136,6 @@ class Writer:
         self._listener.start()
 
     def _listen(self, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        decoder = msgspec.json.Decoder(Outcome)
         while True:
             try:
                 data = link.recv(LONGEST)
@@ -142,7 +143,7 @@ class Writer:
                 data = b""
             if not data:
                 break
-            self._settle(decoder.decode(data))
+            self._settle(_outcome.decode(data))
         code = _code(process)
         link.close()
         with self._changed:

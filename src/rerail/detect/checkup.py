@@ -102,6 +102,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 Note = Problem | Figure | Unseen | Phase | Finished
+_note: msgspec.json.Decoder[Note] = msgspec.json.Decoder(Note)
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,11 +193,10 @@ class _Child:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        decoder: msgspec.json.Decoder[Note] = msgspec.json.Decoder(Note)
         assert self._process.stdout is not None
         with self._process.stdout as lines, contextlib.suppress(msgspec.MsgspecError):
             for line in lines:
-                note = decoder.decode(line)
+                note = _note.decode(line)
                 self.finished = isinstance(note, Finished)
                 if self.finished:
                     break

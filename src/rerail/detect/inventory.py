@@ -125,6 +125,9 @@ class _Entry(msgspec.Struct):
     text: str = msgspec.field(name="MESSAGE")
 
 
+_entry = msgspec.json.Decoder(_Entry, strict=False)
+
+
 def _journal() -> list[tuple[float, str]]:
     program = shutil.which("journalctl")
     if program is None:
@@ -143,10 +146,9 @@ def _journal() -> list[tuple[float, str]]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     now, found = time.clock_gettime(time.CLOCK_MONOTONIC), []
-    decoder = msgspec.json.Decoder(_Entry, strict=False)
     for line in text.splitlines():
         try:
-            entry = decoder.decode(line)
+            entry = _entry.decode(line)
         except msgspec.MsgspecError:
             continue  # a message that is no text is given as a list of bytes
         found.append((max(0.0, now - entry.at / 1e6), entry.text))

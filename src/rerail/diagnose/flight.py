@@ -57,10 +57,13 @@ class Record(msgspec.Struct, frozen=True):
     """When its generation was formed (wall clock). Older entries are of wires that are gone, and numbered anew since."""
 
 
+_record = msgspec.json.Decoder(Record)
+
+
 def read(data: bytes) -> Record | None:
     """One rank's answer; None if it is none, or only half of one."""
     try:
-        return msgspec.json.decode(data, type=Record)
+        return _record.decode(data)
     except (msgspec.MsgspecError, RecursionError):
         return None
 

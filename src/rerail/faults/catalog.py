@@ -148,6 +148,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return code != self.code and any(fnmatch.fnmatchcase(code, glob) for glob in self.caused_by)
 
 
+_faults = msgspec.msgpack.Decoder(list[Fault])
+
+
 _FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Fault))
 
 
@@ -242,7 +245,7 @@ def shipped() -> list[Fault]:
         digest.update(name.encode() + text)
     kept = _cache_folder() / f"faults-{digest.hexdigest()}.msgpack"
     try:
-        return msgspec.msgpack.decode(kept.read_bytes(), type=list[Fault])
+        return _faults.decode(kept.read_bytes())
     except (OSError, msgspec.MsgspecError):
         pass
     faults = [fault for name, text in texts.items() for fault in parse(text.decode(), name)]

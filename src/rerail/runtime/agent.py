@@ -19,7 +19,7 @@ import uuid
 
 import msgspec
 
-from rerail.config import DEPOT_PORT, EXIT_FAILED, JobSpec, Settings
+from rerail.config import DEPOT_PORT, EXIT_FAILED, JobSpec, Settings, settings_decoder, spec_decoder
 from rerail.detect import hang
 from rerail.detect.process import SOURCE as EXIT_SOURCE
 from rerail.detect.process import exit_payload, signal_name
@@ -378,8 +378,8 @@ async def _main(spec: JobSpec, settings: Settings) -> int:
 
 def main() -> int:
     """Run the agent described by the environment; the exit code is the job's."""
-    spec = msgspec.json.decode(os.environ["RERAIL_SPEC"], type=JobSpec)
-    settings = msgspec.json.decode(os.environ["RERAIL_SETTINGS"], type=Settings)
+    spec = spec_decoder.decode(os.environ["RERAIL_SPEC"])
+    settings = settings_decoder.decode(os.environ["RERAIL_SETTINGS"])
     processes.adopt_orphans()
     try:
         return asyncio.run(_main(spec, settings))

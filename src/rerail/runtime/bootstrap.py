@@ -46,10 +46,13 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     run_path: bool = False
 
 
+_boot = msgspec.json.Decoder(Boot)
+
+
 def main() -> NoReturn:
     """Never returns: the process ends with the script."""
     die_with_parent()
-    boot = msgspec.json.decode(os.environ.pop("RERAIL_BOOT"), type=Boot)
+    boot = _boot.decode(os.environ.pop("RERAIL_BOOT"))
     link = connect()
     if link is None:
         sys.exit("rerail: this is the inside of `rerail run`, not a command of its own")

@@ -114,6 +114,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: int = 0
 
 
+_wanted = msgspec.json.Decoder(Wanted)
+
+
 def check(wanted: Wanted) -> Kind:
     """The kind asked for, if the wish makes sense by itself; UsageError says what does not."""
     kind = KINDS.get(wanted.kind)
@@ -156,7 +159,7 @@ class Injections:
     async def ask(self, body: bytes) -> tuple[int, dict[str, Any]]:
         """Have a wish carried out. HTTP status and answer: what was done (200), why not (4xx), or not known (504)."""
         try:
-            wanted = msgspec.json.decode(body, type=Wanted)
+            wanted = _wanted.decode(body)
             if not self._allowed:
                 return 403, {"refused": NOT_ALLOWED}
             agent, order = self.order(wanted)

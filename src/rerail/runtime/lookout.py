@@ -17,6 +17,8 @@ from rerail.detect.monitor import AGENT, SOURCE, Found
 from rerail.flow import Signal, new_id
 from rerail.runtime.processes import attended, say
 
+_found = msgspec.json.Decoder(Found)
+
 START_S = 3.0
 """Seconds after the agent's start: the ranks come first."""
 AGAIN_S = (1.0, 5.0, 30.0)
@@ -80,7 +82,7 @@ class Lookout:
                 await self._process.wait()
                 return
             with contextlib.suppress(msgspec.MsgspecError):
-                self._tell(self._signal(msgspec.json.decode(line, type=Found)))
+                self._tell(self._signal(_found.decode(line)))
 
     def _signal(self, found: Found) -> Signal:
         victim = victim_of(found.text) if found.detector == KernelLog.name else 0

@@ -33,6 +33,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Also where nothing would be left to train on, and where the job has no such node."""
 
 
+_order = msgspec.json.Decoder(Order)
+
+
 def listing(handling: Handling) -> dict[str, Any]:
     """Everything that is out of use."""
     entries = sorted(handling.ledger.quarantine.values(), key=lambda entry: (entry.since, entry.subject))
@@ -85,7 +88,7 @@ def carry_out(handling: Handling, order: Order, members: Collection[str], at: fl
 def take(handling: Handling, body: bytes, members: Collection[str]) -> tuple[int, dict[str, Any]]:
     """An order as it comes in: the status to answer with, and what."""
     try:
-        order = msgspec.json.decode(body, type=Order)
+        order = _order.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         return 422, {"refused": f"not understood: {error}"}
     try:

@@ -71,6 +71,9 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         }
 
 
+_reported = msgspec.json.Decoder(Reported)
+
+
 class Taken(NamedTuple):
     """What became of one request."""
 
@@ -112,7 +115,7 @@ class Desk:
 
     def _checked(self, row: msgspec.Raw, where: str, nodes: Collection[str], here: str, now: float) -> Reported:
         try:
-            given = msgspec.json.decode(row, type=Reported)
+            given = _reported.decode(row)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise Refused(422, f"{where}{error}") from error
         sender = given.sender.strip()

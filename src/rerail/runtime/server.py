@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from rerail.config import JobSpec, Settings
+from rerail.config import JobSpec, Settings, settings_decoder, spec_decoder
 from rerail.detect.levels import Levels
 from rerail.detect.monitor import SOURCE
 from rerail.errors import JournalError, UsageError, WireError
@@ -324,8 +324,8 @@ def _former_port(spec: JobSpec) -> int:
 
 def main() -> int:
     """Entry of the controller process; what it needs stands in its environment."""
-    spec = msgspec.json.decode(os.environ["RERAIL_SPEC"], type=JobSpec)
-    settings = msgspec.json.decode(os.environ.get("RERAIL_SETTINGS", "{}"), type=Settings)
+    spec = spec_decoder.decode(os.environ["RERAIL_SPEC"])
+    settings = settings_decoder.decode(os.environ.get("RERAIL_SETTINGS", "{}"))
     token = os.environ.get("RERAIL_TOKEN", "")
     try:
         journal = Journal(Path(spec.run_dir) / FILE_NAME)

@@ -30,6 +30,9 @@ class Heard(msgspec.Struct, frozen=True, array_like=True):
     outputs: list[tuple[str, list[int], bytes]]
 
 
+_heard = msgspec.msgpack.Decoder(Heard)
+
+
 class Hearing:
     """Writes the log of a rank among peers, or plays back a predecessor's."""
 
@@ -48,7 +51,7 @@ class Hearing:
 
     def play_back(self, clock: StepClock) -> None:
         """This rank builds alone, as its predecessor did among peers."""
-        found = [msgspec.msgpack.decode(record, type=Heard) for record in clock.read_heard()]
+        found = [_heard.decode(record) for record in clock.read_heard()]
         self._known = {(heard.group, heard.name, heard.number): heard for heard in found}
         self.active = True
 

@@ -54,6 +54,9 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
     agreed: int
 
 
+_parcel = msgspec.msgpack.Decoder(Parcel)
+
+
 class Astray(RuntimeError):
     """The steps that are done again are not those that were done: the script is not the same each time."""
 
@@ -154,7 +157,7 @@ def _take(again: Again, giver: int, newest: bool) -> None:
     dist.recv(length, giver)
     head = torch.empty(int(length.item()), dtype=torch.uint8)
     dist.recv(head, giver)
-    parcel = msgspec.msgpack.decode(plain.tensor_bytes(head), type=Parcel)
+    parcel = _parcel.decode(plain.tensor_bytes(head))
     if newest and again.schedule is None:
         again.schedule = parcel
     for item in parcel.items:

@@ -25,6 +25,8 @@ from rerail.checkpoint.writer import Writer
 from rerail.errors import CheckpointError, StateError
 from rerail.session.reaching import answering
 
+_order = msgspec.json.Decoder(Order)
+
 WRITING_S = 600.0
 """Seconds that a save under way may take before it is looked for no more."""
 
@@ -140,7 +142,7 @@ def _unfinished(tiers: Sequence[Tier], rank: int | None) -> set[StepId]:
 def _kept(arena: Arena | None, step: StepId) -> Order | None:
     """The order by which a version in memory is to be saved, if it is the one the others wait for."""
     try:
-        order = msgspec.json.decode(arena.meta(step.step).order, type=Order) if arena is not None else None
+        order = _order.decode(arena.meta(step.step).order) if arena is not None else None
     except (StateError, msgspec.DecodeError):
         return None
     return order if order is not None and order.id == step else None

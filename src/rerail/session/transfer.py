@@ -40,6 +40,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """The sender's small state of this version, where the receiver has none of its own."""
 
 
+_header = msgspec.msgpack.Decoder(Header)
+
+
 def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | None:
     """Send to those who take their state from this rank; receive if this rank is one of them.
 
@@ -78,7 +81,7 @@ def _receive(sender: int, job: Job) -> Small | None:
     dist.recv(length, sender)
     head = torch.empty(int(length.item()), dtype=torch.uint8)
     dist.recv(head, sender)
-    header = msgspec.msgpack.decode(plain.tensor_bytes(head), type=Header)
+    header = _header.decode(plain.tensor_bytes(head))
     received = tracked.prepare(header.table)
     for parcel in _parcels(received):
         if len(parcel) == 1 and parcel[0].is_contiguous() and not _by_host(parcel[0]):
