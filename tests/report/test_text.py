@@ -269,7 +269,7 @@ def test_commands_have_the_same_shape() -> None:
 
 def test_bars_show_anything_that_is_not_shown_as_zero() -> None:
     assert bar(0.0, 5.0) == bar(0.0001, 0.0001) == "" and bar(0.01, 5.0) == "▏" and bar(5.0, 5.0) == "█" * 20
-    assert table([]) == "no incidents"
+    assert table([], {}) == "no incidents"
 
 
 def test_the_line_of_a_repair_tells_its_whole_time_not_that_of_its_last_phase() -> None:
@@ -288,6 +288,6 @@ def test_a_restart_that_nobody_can_time_shows_no_times() -> None:
     (_, report) = incident(1)[-1]
     assert isinstance(report, Report)
     report = msgspec.structs.replace(report, rung=Rung.RESTART_ALL, resumed_step=-1)
-    page, row = "\n".join(costs(report)), table([report]).splitlines()[1]
+    page, row = "\n".join(costs(report)), table([report], {}).splitlines()[1]
     assert "T0 to T4 are not known: the script does not call rerail.join()" in page and "0.20 s" in page
     assert row.split()[-7:] == ["0.20", *"------"] and "3.90" not in page + row
