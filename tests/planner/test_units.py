@@ -78,6 +78,7 @@ def test_what_is_none_is_refused_with_what_would_be_right(text: str, kind: str, 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
+        (0.0137, "14 ms"),
         (0.4, "0.4 s"),
         (38, "38 s"),
         (720, "12 min"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,28 @@ def test_incident_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["incidents", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [r["incident"] for r in told["incidents"]] == [1, 2] and told["also_seen"] == []
+
+
+def test_an_incident_has_one_date_wherever_it_is_shown(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of its fault: the repair took 90 seconds."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    journal, begin = Journal(home / "long" / FILE_NAME), 1_700_000_000.0
+    records = [msgspec.structs.replace(one, at=begin) for _, one in incident(1)]
+    for place, one in enumerate(records):
+        if isinstance(one, Recovery | Report):
+            records[place] = msgspec.structs.replace(one, at=begin + 90.0)
+    journal.append([(1, one) for one in records], {})
+    journal.close()
+    shown = []
+    for words in (["report", "last", "long"], ["incidents", "long"], ["report", "job", "long"]):
+        assert main(words) == 0
+        shown.append({word for word in capsys.readouterr().out.split() if re.fullmatch(r"\d\d:\d\d:\d\d,?", word)})
+    assert shown[0] == shown[1] == {"22:13:19"} and shown[0] <= shown[2], shown
+    assert main(["incidents", "long", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["incidents"][0]["fault_at"] == pytest.approx(begin - COST.detect)
 
 
 # --- what was only told ---

@@ -102,10 +102,13 @@ def shown(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As a person would write it: `0.4 s`, `38 s`, `12 min`, `3.1 h`, `54 d`, `12 years`."""
+    """As a person would write it: `14 ms`, `0.4 s`, `38 s`, `12 min`, `3.1 h`, `54 d`, `12 years`."""
     if not math.isfinite(seconds):
         return "never"
+    if not seconds:
+        return "0 s"
     for limit, unit, name in (
+        (0.1, 1e-3, "ms"),
         (100.0, 1.0, "s"),
         (6000.0, 60.0, "min"),
         (172_800.0, 3600.0, "h"),
