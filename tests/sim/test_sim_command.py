@@ -201,5 +201,5 @@ def test_a_journal_gives_the_size_and_the_length_of_the_run(capsys, tmp_path: Pa
 def test_numbers_are_written_for_people(capsys) -> None:
     assert main(["simulate", "--preset", "node8", "--days", "1min", "--policies", "hourly"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("node8: 8 devices, 60 s") and "0.000694" not in out and "/1000 d" not in out
-    assert "0.4103 a 1000 dev.-d" in out
+    assert out.startswith("node8: 8 devices, 60 s") and "0.000694" not in out and "/1000 d " not in out
+    assert "0.4103/1000 device-days" in out

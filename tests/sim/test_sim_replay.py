@@ -117,14 +117,14 @@ def test_a_journal_is_replayed(tmp_path: Path) -> None:
 
 def test_the_size_of_a_job_is_known_from_its_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path / FILE_NAME)
-    record = Diagnosis(id="d", job="j", at=1000.0, code="process.killed", root="", node="n1", ranks=(3,), lost=(3,))
+    record = Diagnosis(id="d", job="j", at=1000.0, code="process.killed", root="", node="gone", ranks=(3,), lost=(3,))
     sample = Sample(at=1600.0, span_s=600.0, step=60, steps=60, moved=1600.0, compute=10.0, told=60, joined=4)
     places = [[f"n{n // 2}", n % 2] for n in range(6)]
     journal.append([(1, record)], {"placement": places}, [sample], [Mark(900.0, MarkKind.BEGIN)])
     journal.close()
     assert is_journal(tmp_path) and is_journal(tmp_path / FILE_NAME) and not is_journal(tmp_path / "none")
     found = cluster_of(tmp_path)
-    assert (found["gpus"], found["per_node"], found["step_s"]) == (6, 2, 10.0)
+    assert (found["gpus"], found["per_node"], found["step_s"], found["spare_nodes"]) == (6, 2, 10.0, 1)
     assert found["days"] * 86_400 == pytest.approx(701)
     (fault,) = faults_of(tmp_path, scenario(found))
     assert fault.at == 100.0, "since the job began, not since its first fault"

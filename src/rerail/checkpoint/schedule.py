@@ -4,7 +4,7 @@
     YoungDaly(mtbf_s)   CheckFreq(overhead)   Concurrent(in_flight)      what others do, for comparison
     Planned()           the default
 
-Called by `session.checkpoints` after every save; all ranks agree on the largest answer.
+Called by `session.checkpoints` after every save; all ranks that have measured enough agree on the largest answer.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool, length_s: 
 
 
 def _shown(mean: float) -> str:
-    return f"{mean:,.0f} nodes are" if mean >= 10 else f"{mean:.2g} nodes are" if mean >= 1e-3 else "hardly a node is"
+    if mean < 1e-3:
+        return "hardly a node is"
+    told = f"{mean:,.0f}" if mean >= 10 else f"{mean:.2g}"
+    return f"{told} node is" if told == "1" else f"{told} nodes are"
 
 
 def _away_s(repair_s: float, length_s: float) -> float:

@@ -95,7 +95,7 @@ class Foresight:
         )
         if steps > mine:
             return (
-                f"{every}, about {duration(steps * costs.step_s)}, as another rank has asked for, whose saves take longer; "
+                f"{every}, about {duration(steps * costs.step_s)}, as another rank has asked for; "
                 f"this one's own times ask for {mine}, {why}: {measured}"
             )
         return f"{every}, about {duration(steps * costs.step_s)}, {why}: {measured}"

@@ -151,10 +151,11 @@ def cluster_of(path: Path) -> dict[str, Any]:
     with _opened(path) as journal:
         whole = accounts(journal, path.parent.name)
         nodes = Counter(str(place[0]) for place in journal.state().get("placement") or ())
+        told = {one.node for one in journal.records(kind="diagnosis") if isinstance(one, Diagnosis) and one.node}
     found: dict[str, Any] = {}
     if nodes:
         per_node = max(nodes.values())
-        found |= {"gpus": len(nodes) * per_node, "per_node": per_node}
+        found |= {"gpus": len(nodes) * per_node, "per_node": per_node, "spare_nodes": len(told - set(nodes))}
     if whole is not None and whole.wall_s > 0:
         found["days"] = (whole.wall_s + 1.0) / DAY_S  # a fault of the last moment is within it
         found |= {"step_s": whole.step_s} if whole.step_s else {}

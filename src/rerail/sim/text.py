@@ -148,7 +148,7 @@ def losses(result: Result) -> list[str]:
     lost = 1 - result.goodput
     lines = [f"{result.policy} loses {lost:.2%}, {_hours(result.wall_s * lost)} of the whole job; by cause"]
     lines += [
-        f"  {name:<{width}}  {seconds / result.wall_s:>7.3%}  {bar(seconds / largest, 1.0) if seconds / result.wall_s >= ZERO else ''}".rstrip()
+        f"  {name:<{width}}  {seconds / result.wall_s:>7.3%}  {bar(seconds, largest) if seconds / result.wall_s >= ZERO else ''}".rstrip()
         for name, seconds in rows
     ]
     rungs = ", ".join(f"{rung.replace('_', ' ')} {count}" for rung, count in result.rungs.items())
@@ -190,7 +190,7 @@ def told(assumptions: Sequence[Assumption]) -> list[str]:
             before = sort
         source = one.source[len(sort) :].lstrip(":; ") if one.source.startswith(sort) else one.source
         why = f" [{source}]" if source and sort != "given" else ""
-        lines.append(f"    {one.key:<18}{value_of(one):>20}  {one.about}{why}")
+        lines.append(f"    {one.key:<18}{value_of(one):>24}  {one.about}{why}")
     return lines
 
 
@@ -203,7 +203,7 @@ def value_of(one: Assumption) -> str:
     """With its unit, as a person would write it."""
     if one.unit == YES_NO:
         return "yes" if one.value else "no"
-    short = {"share": "", "per 1000 device-days": " a 1000 dev.-d", "per day": "/d"}.get(one.unit, f" {one.unit}")
+    short = {"share": "", "per 1000 device-days": "/1000 device-days", "per day": "/d"}.get(one.unit, f" {one.unit}")
     if one.unit == "d" and one.value < 1:
         return duration(one.value * DAY_S)
     return f"{one.value:,g}{short}"
