@@ -85,8 +85,13 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if job.rank == 0 and job.version % args.every == 0 and not job.rehearsing:
-            print(f"step {job.version:5d}  loss {loss.item():.4f}", flush=True)
+        if job.version % args.every == 0 and not job.rehearsing:
+            told = loss.item()  # waits for the device, so not in every step
+            job.metric(
+                "loss", told
+            )  # rerail: watched for sick training, and drawn by `rerail report job --format html`
+            if job.rank == 0:
+                print(f"step {job.version:5d}  loss {told:.4f}", flush=True)
     whole = model.module if isinstance(model, DistributedDataParallel) else model
     result = job.guard(fingerprint, whole)  # rerail: collectives outside a step, repeated if a fault hits them
     if job.rank == 0:

@@ -98,7 +98,9 @@ def test_without_room_for_snapshots_every_save_is_waited_for_and_exact(
     assert (1, EVERY) in committed(root), "the training went on before the save was done"
     run.send(1, signal.SIGKILL)
     run.finish()
-    assert run.digests == quiet.digests and run.losses == quiet.losses
+    # a rank that is killed between its step and its word on it leaves that one out
+    assert run.digests == quiet.digests and run.losses.items() <= quiet.losses.items()
+    assert len(quiet.losses) - len(run.losses) <= 1, sorted(quiet.losses.keys() - run.losses.keys())
     (report,) = run.reports()
     assert report["rung"] == ("replace_rank" if layout == "ddp" else "restart_all"), report
     assert any("checkpoints are written straight from the tensors" in line for line in run.output), run.told("a word")

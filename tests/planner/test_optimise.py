@@ -88,7 +88,7 @@ def test_each_fault_is_recovered_from_what_outlives_it() -> None:
         hazards=(hazard("crash", scope="process"), hazard("node"), hazard("copy", scope="node", rho=0.0)),
     )
     found = best(problem)
-    assert found.waste.source == {"crash": "memory", "node": "disk", "copy": ""}
+    assert found.waste.source == {"crash": "memory", "node": "disk", "copy": "replica"}
     assert found.intervals["memory"] < found.intervals["disk"]
 
 

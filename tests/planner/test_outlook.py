@@ -118,11 +118,44 @@ def test_an_interval_stays_until_something_has_changed_for_good() -> None:
 
 def test_the_same_interval_is_told_once() -> None:
     foresight, when = Foresight(), Planned()
+    foresight.take(Outlook(lost=Course(per_s=1 / 1000)), 0)
     foresight.stalled(0.5)
     costs = foresight.costs([0.1], [2.0])
-    assert "every 100 steps (Planned)" in foresight.worth_telling(when, 100, costs)
-    assert not foresight.worth_telling(when, 110, costs)
-    assert "every 200 steps" in foresight.worth_telling(when, 200, costs)
+    assert "every 500 steps, about 50 s, so that saves hold up 1% of the time" in foresight.worth_telling(
+        when, 500, costs, 500
+    )
+    assert not foresight.worth_telling(when, 550, costs, 550)
+    assert "every 1000 steps" in foresight.worth_telling(when, 1000, costs, 1000)
+
+
+def test_the_reason_is_the_one_that_gives_the_interval() -> None:
+    when = Planned()
+    for costs, words in (
+        (Costs(step_s=0.1, stall_s=0.01, save_s=0.1, mtbf_s=86_400.0), "cost least"),
+        (Costs(step_s=0.1, stall_s=1.0, save_s=0.1, mtbf_s=1000.0), "hold up 1% of the time"),
+        (Costs(step_s=0.1, stall_s=0.01, save_s=90.0, mtbf_s=1000.0), "store is busy half of the time"),
+    ):
+        steps = when.steps(costs)
+        told = Foresight().worth_telling(when, steps, costs, steps)
+        assert words in told and f"every {steps} steps" in told and "Planned" not in told
+    told = Foresight().worth_telling(when, 400, Costs(0.1, 0.01, 0.1, 1240.0), 50)
+    assert "as another rank has asked for" in told and "own times ask for 50" in told and "every 21 min" in told
+    assert "this one is new" in Foresight().worth_telling(when, 400, Costs(0.0, 0.0, 0.0), 0)
+    assert "by the rule CheckFreq" in Foresight().worth_telling(CheckFreq(), 9, Costs(0.1, 0.01, 0.1), 9)
+
+
+def test_a_rank_that_knows_too_little_leaves_it_to_the_others() -> None:
+    foresight, when = Foresight(), Planned()
+    costs = Costs(step_s=0.1, stall_s=0.0, save_s=0.4)
+    assert foresight.wish(when, costs, 2, new_here=True) == 0
+    for stall in (0.9, 0.01, 0.012):  # the first of a process is none to go by
+        foresight.stalled(stall)
+        assert foresight.wish(when, costs, 20, new_here=True) == 0
+    assert foresight.costs([0.1] * 20, []).stall_s == pytest.approx(0.011)
+    foresight.stalled(0.011)
+    assert foresight.wish(when, costs, 20, new_here=True) > 0
+    assert Foresight().wish(when, costs, 20, new_here=False) > 0, "without snapshots there is nothing more to know"
+    assert Foresight().wish(when, costs, 2, new_here=False) == 0
 
 
 def test_rates_fall_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rerail.errors import ConfigError
-from rerail.planner.rates import DAY_S, estimate, usual
+from rerail.planner.rates import DAY_S, estimate, learnt, usual
 from rerail.planner.spares import worth
+from rerail.planner.standbys import standbys
 
 HOUR = 3600.0
 
@@ -65,6 +67,48 @@ def test_right_after_a_fault_the_next_is_near_where_they_come_in_crowds() -> Non
 def test_whatever_was_seen_there_is_a_rate(gaps: list[float], since: float, prior: float) -> None:
     found = estimate(gaps, since, prior)
     assert 0 < found.per_s < math.inf and 0 <= found.low <= found.high
+
+
+@pytest.mark.parametrize("ran", [40.0, HOUR, DAY_S])
+def test_of_a_journal_every_fault_moves_the_estimate_by_a_like_amount(ran: float) -> None:
+    """What is usual is far away: a few faults tell more and more, and none of them everything."""
+    found = [learnt([ran / max(n, 1)] * n, 0.0 if n else ran, usual(2)) for n in range(12)]
+    between = [one.between_s for one in found]
+    assert between == sorted(between, reverse=True) and between[0] == pytest.approx(1 / usual(2), rel=0.1)
+    far = math.log(between[0] / ran)
+    assert all(math.log(more / less) < 0.75 * far for more, less in itertools.pairwise(between))
+    assert between[-1] == pytest.approx(ran / 11, rel=0.2)
+    assert all(1 / one.high < one.between_s < 1 / one.low for one in found)
+    assert found[1].high / found[1].low > 100 > 10 > found[11].high / found[11].low, "how sure it is shows"
+
+
+def test_of_a_journal_time_without_faults_counts_and_so_does_a_change() -> None:
+    assert learnt([], 1e9, usual(2)).between_s > 2 / usual(2)
+    changed = learnt([1000.0] * 20 + [100.0] * 8, 0.0, 1 / 1000)
+    assert changed.between_s == pytest.approx(100.0, rel=0.3) and changed.faults == 8 and "changed" in changed.why
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0, 1e9), max_size=40), st.floats(0, 1e9), st.floats(1e-12, 1e3))
+def test_of_whatever_journal_there_is_a_rate(gaps: list[float], since: float, prior: float) -> None:
+    found = learnt(gaps, since, prior)
+    assert 0 < found.low <= found.per_s <= found.high < math.inf
+
+
+def test_a_job_waits_for_a_node_no_longer_than_it_lasts() -> None:
+    whole = worth(1, 1e-5, DAY_S, elastic=False)
+    short = worth(1, 1e-5, DAY_S, elastic=False, length_s=HOUR)
+    long = worth(1, 1e-5, DAY_S, elastic=False, length_s=1000 * DAY_S)
+    assert short.short == pytest.approx(1e-5 * HOUR / 2, rel=0.02)
+    assert long.short == pytest.approx(whole.short, rel=0.01)
+
+
+def test_standbys_are_held_where_ranks_are_lost_faster_than_one_is_warm() -> None:
+    seldom, usually = standbys(1, 1e-9, 10.0, 1e-7), standbys(1, 1e-5, 10.0, 1e-7)
+    often, spread = standbys(1, 0.05, 10.0, 1e-7), standbys(1000, 0.05, 10.0, 1e-7)
+    assert (seldom.count, usually.count) == (0, 1) and 1 <= spread.count < often.count
+    assert "less than it costs" in seldom.why and "too seldom for one more" in usually.why
+    assert standbys(1, 0.0, 10.0, 1e-7).count == 0
 
 
 def test_spares_are_held_where_nodes_are_away_for_long() -> None:

@@ -144,6 +144,9 @@ def test_html_is_one_file_that_needs_nothing(folder: Path, tmp_path: Path, capsy
         "Goodput over time",
         "Loss, with incidents marked",
     ]
+    axes = [set(re.findall(r'y="\d+\.\d" text-anchor="middle">(\d+)</text>', drawings[n])) for n in (0, 2, 3)]
+    assert axes[0] == axes[1] == axes[2] and "0" in axes[0], "one range of time for all"
+    assert not re.search(r"<title>(data|checkpoint|waiting)", drawings[0]), "no stripes where only shares are known"
     assert "rank 1 killed | &lt;b&gt;" in drawings[3] and "<b>" not in page
     assert not re.search(r"<script|<link|src=|@import|url\(", page)
 

@@ -120,3 +120,17 @@ def test_a_page_needs_nothing_from_elsewhere() -> None:
     assert "prefers-color-scheme" in page and "<title>&lt;job&gt;</title>" in page
     assert not re.search(r"<script|<link|src=|@import|url\(", page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_drawings_of_one_page_have_the_same_range() -> None:
+    late = charts.lines({"loss": [(8.0, 1.0), (9.0, 2.0)]}, title="t", x="x", y="y", within=(0.0, 40.0))
+    row = charts.spans([("job", [(1.0, 30.0, "a")])], title="t", x="x", within=(0.0, 40.0))
+    for svg in (late, row):
+        texts = [one.text for one in parsed(svg).iter() if one.tag.endswith("text")]
+        assert {"0", "10", "20", "30", "40"} <= set(texts), texts
+
+
+def test_neighbours_of_one_kind_are_one_box() -> None:
+    row = [(n / 10, (n + 1) / 10, "a" if n != 50 else "b") for n in range(100)]
+    svg = charts.spans([("job", row)], title="t", x="x")
+    assert sum(one.tag.endswith("rect") for one in parsed(svg).iter()) == 3 + 2, "a, b, a, and what the colours mean"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,28 @@ def test_incident_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [r["incident"] for r in told["incidents"]] == [1, 2] and told["also_seen"] == []
 
 
+def test_an_incident_has_one_date_wherever_it_is_shown(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of its fault: the repair took 90 seconds."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    journal, begin = Journal(home / "long" / FILE_NAME), 1_700_000_000.0
+    records = [msgspec.structs.replace(one, at=begin) for _, one in incident(1)]
+    for place, one in enumerate(records):
+        if isinstance(one, Recovery | Report):
+            records[place] = msgspec.structs.replace(one, at=begin + 90.0)
+    journal.append([(1, one) for one in records], {})
+    journal.close()
+    shown = []
+    for words in (["report", "last", "long"], ["incidents", "long"], ["report", "job", "long"]):
+        assert main(words) == 0
+        shown.append({word for word in capsys.readouterr().out.split() if re.fullmatch(r"\d\d:\d\d:\d\d,?", word)})
+    assert shown[0] == shown[1] == {"22:13:19"} and shown[0] <= shown[2], shown
+    assert main(["incidents", "long", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["incidents"][0]["fault_at"] == pytest.approx(begin - COST.detect)
+
+
 # --- what was only told ---
 
 
@@ -269,7 +292,7 @@ def test_commands_have_the_same_shape() -> None:
 
 def test_bars_show_anything_that_is_not_shown_as_zero() -> None:
     assert bar(0.0, 5.0) == bar(0.0001, 0.0001) == "" and bar(0.01, 5.0) == "▏" and bar(5.0, 5.0) == "█" * 20
-    assert table([]) == "no incidents"
+    assert table([], {}) == "no incidents"
 
 
 def test_the_line_of_a_repair_tells_its_whole_time_not_that_of_its_last_phase() -> None:
@@ -288,6 +311,6 @@ def test_a_restart_that_nobody_can_time_shows_no_times() -> None:
     (_, report) = incident(1)[-1]
     assert isinstance(report, Report)
     report = msgspec.structs.replace(report, rung=Rung.RESTART_ALL, resumed_step=-1)
-    page, row = "\n".join(costs(report)), table([report]).splitlines()[1]
+    page, row = "\n".join(costs(report)), table([report], {}).splitlines()[1]
     assert "T0 to T4 are not known: the script does not call rerail.join()" in page and "0.20 s" in page
     assert row.split()[-7:] == ["0.20", *"------"] and "3.90" not in page + row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,12 @@ from rerail.checkpoint.schedule import Concurrent
 from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.tiers import tier_at
 from rerail.errors import CheckpointError
+from rerail.planner.outlook import Outlook
+from rerail.session import checkpoints as session_checkpoints
 from rerail.session import compiled, loading
-from rerail.session.checkpoints import Checkpoints
+from rerail.session.checkpoints import FIRST_AFTER, Checkpoints
 from rerail.session.cursor import Cursor
+from rerail.session.foresight import Foresight
 from rerail.session.pieces import Pieces
 from rerail.session.tracked import Tracked
 
@@ -237,3 +241,48 @@ def test_the_layout_is_told_in_words() -> None:
     tracked.add("model", nn.Linear(2, 2))
     assert tracked.layout(1) == {"model": "plain"}
     assert tracked.layout(4) == {"model": "plain on each of 4"}
+
+
+# --- when the next save is ---
+
+
+@pytest.fixture
+def expecting(monkeypatch: pytest.MonkeyPatch) -> Foresight:
+    made = Foresight()
+    monkeypatch.setattr(session_checkpoints, "foresight", made)
+    return made
+
+
+def agreeing(tmp_path: Path, version: int, due: int, steps: int) -> Checkpoints:
+    """A job of one rank that has computed so many steps of a tenth of a second."""
+    found = checkpoints(tmp_path)
+    vars(found._job).update(
+        _version=version, _durations=[0.1] * steps, _small=SimpleNamespace(saves=(1, due, 0)), rehearsing=False, device=None,
+        seats=(0,), _tracked=Tracked(), _writer=None,
+    )  # fmt: skip
+    return found
+
+
+def test_who_has_measured_too_little_does_not_decide_when_the_next_save_is(
+    tmp_path: Path, expecting: Foresight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_checkpoints, "device_of", lambda job: torch.device("cpu"))
+    found = agreeing(tmp_path, version=40, due=40, steps=2)
+    found.agree()
+    assert found.next_save == 40 + FIRST_AFTER and not expecting.agreed
+    found = agreeing(tmp_path, version=40, due=40, steps=30)
+    found._saved_s = [3.0]
+    found.agree()
+    assert found.next_save == 40 + 60, "twice the time of a save"
+    assert expecting.agreed == 60
+
+
+def test_what_a_repair_took_is_not_taken_for_the_time_of_a_save(
+    tmp_path: Path, expecting: Foresight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_checkpoints, "device_of", lambda job: torch.device("cpu"))
+    expecting.take(Outlook(), 40)
+    found = agreeing(tmp_path, version=40, due=900, steps=30)
+    found._saved_s, found._since = [3.0], time.monotonic() - 100.0
+    found.agree()
+    assert found.next_save == 100

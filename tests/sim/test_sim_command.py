@@ -1,14 +1,21 @@
 """`rerail simulate`: what it prints, what it writes, and what it refuses."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rerail.cli.main import main
+from rerail.flow import Diagnosis
+from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.runtime.samples import Mark, MarkKind, Sample
 from rerail.sim.policies import POLICIES
+from rerail.sim.run import Result
+from rerail.sim.text import middle
 
 SMALL = ["simulate", "--preset", "node8", "--days", "2"]
 
@@ -109,6 +116,10 @@ def test_the_list_names_all(capsys) -> None:
         (["--trace", "/nowhere.csv"], ["/nowhere.csv", "no such file"]),
         (["--config", "/nowhere.toml"], ["/nowhere.toml", "no such file"]),
         (["--html", "/nowhere/page.html", "--policies", "hourly"], ["/nowhere/page.html", "cannot be written"]),
+        (["--html", "/nowhere/page.html", "--seeds", "100000"], ["/nowhere/page.html", "no folder /nowhere"]),
+        (["--html", "/tmp", "--seeds", "100000"], ["/tmp", "it is a folder"]),
+        (["--policies", "gemini"], ["gemini is left out", "there is only 1 node"]),
+        (["--trace", "/nowhere.csv", "--seeds", "3"], ["--seeds is 3", "nothing to seed"]),
         (["--frobnicate"], ["--frobnicate"]),
     ],
 )
@@ -137,3 +148,58 @@ def test_without_simpy_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "pip install 'rerail[sim]'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_needs_other_nodes_is_left_out_where_there_are_none(capsys) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "gemini" not in {one["policy"] for one in told["results"]} and "gemini is left out" in told["notes"][0]
+    assert main([*SMALL, "--gpus", "16", "--json"]) == 0
+    assert "gemini" in {one["policy"] for one in json.loads(capsys.readouterr().out)["results"]}
+    assert main([*SMALL, "--sweep", "gpus=8,16", "--policies", "gemini,rerail"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[1] == "-"
+
+
+def test_of_two_runs_the_median_is_shown_and_its_parts_add_up(capsys) -> None:
+    command = [*SMALL, "--set", "faults=50", "--seeds", "2", "--policies", "hourly"]
+    assert main([*command, "--json"]) == 0
+    results = [msgspec.convert(one, Result) for one in json.loads(capsys.readouterr().out)["results"]]
+    one = middle(results)
+    assert one.goodput == pytest.approx(statistics.median(result.goodput for result in results))
+    assert one.productive_s + sum(one.by_stage.values()) == pytest.approx(one.wall_s)
+    assert sum(one.by_stage.values()) == pytest.approx(sum(one.by_cause.values()))
+    assert main(command) == 0
+    assert f"{one.goodput:.2%}" in capsys.readouterr().out
+
+
+def test_a_sweep_shows_ranges_and_not_the_value_that_is_swept(capsys, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    command = [*SMALL, "--policies", "hourly,rerail", "--sweep", "faults=5,50", "--seeds", "2", "--html", str(page)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert out.count(" to ") >= 4 and "\n    faults " not in out
+    assert "faults (per 1000 device-days)" in page.read_text() and '<td class="l">faults</td>' not in page.read_text()
+    assert main([*SMALL, "--policies", "rerail", "--sweep", "elastic=no,yes"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    assert [row.split()[0] for row in rows] == ["elastic", "no", "yes"]
+
+
+def test_a_journal_gives_the_size_and_the_length_of_the_run(capsys, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / FILE_NAME)
+    record = Diagnosis(id="d", job="j", at=1000.0, code="process.killed", root="", node="n0", ranks=(3,), lost=(3,))
+    sample = Sample(at=8100.0, span_s=600.0, step=60, steps=60, moved=8100.0, compute=10.0, told=60, joined=4)
+    places = [["n0", n] for n in range(4)]
+    journal.append([(1, record)], {"placement": places}, [sample], [Mark(900.0, MarkKind.BEGIN)])
+    journal.close()
+    assert main(["simulate", "--trace", str(tmp_path), "--policies", "rerail"]) == 0
+    out = capsys.readouterr().out
+    assert ": 4 devices, 2 h, one seed" in out and "measured" in out
+    assert main(["simulate", "--trace", str(tmp_path), "--policies", "rerail", "--days", "2", "--gpus", "8"]) == 0
+    assert ": 8 devices, 2 days" in capsys.readouterr().out
+
+
+def test_numbers_are_written_for_people(capsys) -> None:
+    assert main(["simulate", "--preset", "node8", "--days", "1min", "--policies", "hourly"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("node8: 8 devices, 60 s") and "0.000694" not in out and "/1000 d " not in out
+    assert "0.4103/1000 device-days" in out

@@ -38,6 +38,8 @@ def test_the_published_rate_is_the_published_counts() -> None:
 def test_units_are_understood() -> None:
     assert scenario({"reboot_s": "30min"}).reboot_s == 1800
     assert scenario({"days": "36 h"}).days == 1.5
+    assert scenario({"days": "1d12h"}).days == 1.5
+    assert scenario({"gpus": "16k"}).gpus == 16_000
     assert scenario({"state_gb": "2TB", "shard_gb": 250}).state_gb == 2000
     assert scenario({"storage_gb_s": "1.5TB/s"}).storage_gb_s == 1500
     assert scenario({"elastic": "yes"}).elastic is True
@@ -56,8 +58,12 @@ def test_units_are_understood() -> None:
         ({"days": "inf"}, ["days", "inf", "between"]),
         ({"faults": "-1"}, ["faults", "-1", "per 1000 device-days"]),
         ({"step_s": "0"}, ["step_s", "0", "(s)"]),
-        ({"step_s": "3 parsec"}, ["step_s", "parsec", "ms, s, sec, min"]),
-        ({"gpus": "8k"}, ["gpus", "'k'", "none"]),
+        ({"step_s": "3 parsec"}, ["step_s", "parsec", "ms, s, sec, secs, second, seconds, min"]),
+        ({"gpus": "8M"}, ["gpus", "'M'", "k, K"]),
+        ({"gpus": 10**400}, ["gpus", "401 characters", "between 1"]),
+        ({"step_s": "9" * 400}, ["step_s", "402 characters", "between"]),
+        ({"replicas": "3"}, ["replicas is 3", "8 ranks", "2 would do"]),
+        ({"step_s": "1h30"}, ["step_s", "a time such as"]),
         ({"storage_gb_s": "3GB"}, ["storage_gb_s", "'GB'", "GB/s"]),
         ({"batch_least": "9", "batch_most": "3"}, ["batch_least", "9", "batch_most", "3"]),
         ({"replicas": "9"}, ["replicas", "9", "8 ranks"]),
@@ -106,3 +112,13 @@ def test_a_state_that_the_devices_cannot_hold_is_refused() -> None:
         ConfigError, match=r"gpus is 8: shards of 6.9 GB \(shard_gb\) do not hold the 4860 GB of state_gb"
     ):
         scenario({**preset("llama3-405b").values, **values})
+
+
+def test_what_is_said_to_hold_the_state_does() -> None:
+    base = preset("llama3-405b").values
+    with pytest.raises(ConfigError) as caught:
+        scenario({**base, "gpus": 64})
+    many = int(str(caught.value).split(" would,")[0].split()[-1])
+    assert scenario({**base, "gpus": many}).gpus == many == 712
+    shard = float(str(caught.value).split("shard_gb=")[1])
+    assert scenario({**base, "gpus": 64, "shard_gb": shard}).shard_gb == shard

@@ -4,7 +4,7 @@
     YoungDaly(mtbf_s)   CheckFreq(overhead)   Concurrent(in_flight)      what others do, for comparison
     Planned()           the default
 
-Called by `session.checkpoints` after every save; all ranks agree on the largest answer.
+Called by `session.checkpoints` after every save; all ranks that have measured enough agree on the largest answer.
 """
 
 from __future__ import annotations
@@ -88,8 +88,20 @@ class Planned(NamedTuple):
     overhead: float = 0.01
 
     def steps(self, costs: Costs) -> int:
-        best = young_s(costs.stall_s, costs.mtbf_s)
-        return _steps(max(best, costs.stall_s / self.overhead, 2 * costs.save_s), costs)
+        return _steps(max(self._bounds(costs).values()), costs)
+
+    def why(self, costs: Costs) -> str:
+        """What it is that makes the interval as long as it is."""
+        bounds = self._bounds(costs)
+        return max(bounds, key=lambda one: bounds[one])
+
+    def _bounds(self, costs: Costs) -> dict[str, float]:
+        """Seconds between two saves that each reason asks for, at least."""
+        return {
+            "where saves and lost work together cost least": young_s(costs.stall_s, costs.mtbf_s),
+            f"so that saves hold up {self.overhead:.0%} of the time at most": costs.stall_s / self.overhead,
+            "so that the store is busy half of the time at most": 2 * costs.save_s,
+        }
 
 
 def _steps(seconds: float, costs: Costs) -> int:

@@ -9,7 +9,7 @@ import argparse
 
 import msgspec
 
-from rerail.report.summary import find_run, reading, reports, seen
+from rerail.report.summary import fault_times, find_run, reading, reports, seen
 from rerail.report.text import seen_table, table
 
 
@@ -24,10 +24,12 @@ def run(args: argparse.Namespace) -> int:
     folder = find_run(args.job, args.run_dir)
     with reading(folder) as journal:
         found, also = reports(journal), seen(journal)
+        faults = fault_times(journal, found)
     if args.json:
-        print(msgspec.json.encode({"incidents": found, "also_seen": also}).decode())
+        told = [{**msgspec.to_builtins(one), "fault_at": faults[one.incident]} for one in found]
+        print(msgspec.json.encode({"incidents": told, "also_seen": also}).decode())
         return 0
-    print("\n".join([table(found), *seen_table(also)]))
+    print("\n".join([table(found, faults), *seen_table(also)]))
     if found:
         print(f"job {folder.name}: {len(found)} incidents, {sum(report.cost.total for report in found):.1f} s in all")
         print("more: rerail report N")

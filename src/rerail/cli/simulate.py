@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,13 @@ import msgspec
 
 from rerail.errors import UsageError
 from rerail.sim import page, sweep, text
-from rerail.sim.policies import POLICIES, policy
-from rerail.sim.replay import faults_of
+from rerail.sim.policies import POLICIES, Plan, policy
+from rerail.sim.replay import cluster_of, faults_of, is_journal, unfelt
 from rerail.sim.run import Result, compare
-from rerail.sim.scenario import Assumption, Preset, assumptions, book, parsed, preset, read_file, scenario
+from rerail.sim.scenario import Assumption, Preset, Scenario, assumptions, book, parsed, preset, read_file, scenario
 
-DEFAULT = "llama3-405b"
+DEFAULT, ONE_NODE = "llama3-405b", "node8"
+"""Presets where none is named; the second for the journal of a job."""
 SHOWN = "rerail"
 """The policy whose losses are shown by cause, where it is among them."""
 
@@ -53,38 +55,66 @@ def run(args: argparse.Namespace) -> int:
         return 0
     base, given = _values(args)
     made = scenario(sweep.resized(base, given))
-    plans = [policy(name.strip()) for name in args.policies.split(",")] if args.policies else list(POLICIES)
-    first, many = _count("--seed", args.seed, 0), _count("--seeds", args.seeds, 1)
+    first, many = _seeds(args)
+    key, values = sweep.parse_sweep(args.sweep) if args.sweep else ("", [])
+    each = sweep.scenarios(base, given, key, values) if key else [made]
+    plans = _plans(args.policies, each)
+    if args.html:
+        _may_write(args.html)
     trace = faults_of(Path(args.trace), made) if args.trace else None
-    seeds = [first] if trace is not None else list(range(first, first + many))
+    seeds = list(range(first, first + many))
     found: sweep.Sweep | None = None
     results: list[Result] = []
-    if args.sweep:
-        key, values = sweep.parse_sweep(args.sweep)
-        each = sweep.scenarios(base, given, key, values)
+    if key:
         with _progress(len(each) * len(plans) * len(seeds)) as tell:
             found = sweep.sweep(key, each, plans, seeds, trace, tell)
         results = [result for point in found.points for result in point.results]
     else:
         with _progress(len(plans) * len(seeds)) as tell:
             results = compare(made, plans, seeds, trace, tell)
-    assumed = assumptions(made, base, given)
-    origin = args.trace or (base.name if base is not None else "simulation")
+    assumed = [one for one in assumptions(made, base, given) if found is None or one.key != found.key]
+    notes = [*text.left_out(plans, each), *(unfelt(trace) if trace is not None else [])]
+    origin = args.trace or base.name
     title = text.heading(made, len(seeds), origin, found.key if found is not None else "")
     if args.html:
-        _write(args.html, page.results_page(title, results, found, assumed))
-    print(_as_json(results, found, assumed) if args.json else _as_text(title, results, found, assumed, base))
+        _write(args.html, page.results_page(title, results, found, assumed, notes))
+    print(
+        _as_json(results, found, assumed, notes) if args.json else _as_text(title, results, found, assumed, base, notes)
+    )
     return 0
 
 
-def _values(args: argparse.Namespace) -> tuple[Preset | None, dict[str, Any]]:
-    """The preset, and what was given beside it: command line before file."""
+def _plans(asked: str, each: list[Scenario]) -> list[Plan]:
+    """The policies that are meant; those that cannot be had are told of, unless they are all."""
+    plans = [policy(name.strip()) for name in asked.split(",")] if asked else list(POLICIES)
+    if not any(one.feasible(made) for one in plans for made in each):
+        raise UsageError(text.left_out(plans, each)[0], hint="use --gpus for a larger cluster, or other --policies")
+    return plans
+
+
+def _seeds(args: argparse.Namespace) -> tuple[int, int]:
+    """The first, and how many."""
+    first, many = _count("--seed", args.seed, 0), _count("--seeds", args.seeds, 1)
+    if args.trace and (first, many) != (0, 1):
+        flag, value = ("--seeds", many) if many > 1 else ("--seed", first)
+        raise UsageError(f"{flag} is {value}, but the faults of a --trace are not drawn: there is nothing to seed")
+    return first, many
+
+
+def _values(args: argparse.Namespace) -> tuple[Preset, dict[str, Any]]:
+    """The preset, and what was given beside it: command line before file. A journal's size and length go before the preset's."""
     rows = read_file(Path(args.config)) if args.config else {}
-    named = args.preset or str(rows.pop("preset", "")) or DEFAULT
+    journal = Path(args.trace) if args.trace and is_journal(Path(args.trace)) else None
+    named = args.preset or str(rows.pop("preset", "")) or (DEFAULT if journal is None else ONE_NODE)
     rows.pop("preset", None)
     flags = {name: value for name in ("gpus", "days") if (value := getattr(args, name))}
     scenario(rows, f"--config {args.config}" if args.config else "")  # so that a mistake is told with its file
-    return preset(named), {**rows, **parsed(args.set), **flags}
+    base = preset(named)
+    if journal is not None:
+        found = cluster_of(journal)
+        source = {**base.source, **dict.fromkeys(found, "measured: by the job of the journal")}
+        base = msgspec.structs.replace(base, values=sweep.resized(base, found), source=source)
+    return base, {**rows, **parsed(args.set), **flags}
 
 
 def _count(flag: str, given: str, least: int) -> int:
@@ -113,11 +143,12 @@ def _as_text(
     results: list[Result],
     found: sweep.Sweep | None,
     assumed: list[Assumption],
-    base: Preset | None,
+    base: Preset,
+    notes: list[str],
 ) -> str:
     lines = [title, ""]
     if found is not None:
-        lines += [*text.sweep_table(found, book().keys[found.key].unit), ""]
+        lines += [*text.sweep_table(found, book().keys[found.key].unit), *notes, ""]
     else:
         groups = text.grouped(results)
         shown = text.middle(groups.get(SHOWN) or next(iter(groups.values())))
@@ -125,21 +156,32 @@ def _as_text(
             *text.table(results),
             "goodput: productive share of the time of the job's devices; the rest in percent",
         ]
-        lines += text.spares(results)
-        lines += [*text.PUBLISHED] if base is not None and base.name == DEFAULT else []
+        lines += [*text.spares(results), *notes]
+        lines += [*text.PUBLISHED] if base.name == DEFAULT else []
         lines += ["", *text.losses(shown), ""]
     return "\n".join(
         [*lines, *text.told(assumed), "more: rerail simulate --list · --sweep repair_factor=1,3,10 · docs/simulator.md"]
     )
 
 
-def _as_json(results: list[Result], found: sweep.Sweep | None, assumed: list[Assumption]) -> str:
+def _as_json(results: list[Result], found: sweep.Sweep | None, assumed: list[Assumption], notes: list[str]) -> str:
     runs = [{**msgspec.to_builtins(one), "goodput": one.goodput, "goodput_held": one.goodput_held} for one in results]
-    shown: dict[str, Any] = {"results": runs, "assumptions": assumed}
+    shown: dict[str, Any] = {"results": runs, "assumptions": assumed, "notes": notes}
     if found is not None:
         values = [point.value for point in found.points for _ in point.results]
         shown["sweep"] = {"key": found.key, "values": values}
     return msgspec.json.encode(shown).decode()
+
+
+def _may_write(name: str) -> None:
+    """Refuse at once what could only be refused when everything has run."""
+    path = Path(name)
+    if path.is_dir():
+        raise UsageError(f"--html {name} cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise UsageError(f"--html {name} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--html {name} cannot be written: not allowed")
 
 
 def _write(name: str, content: str) -> None:

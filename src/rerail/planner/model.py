@@ -23,6 +23,8 @@ import msgspec
 
 from rerail.errors import ConfigError
 
+REPLICA = "replica"
+"""What is recovered from where another rank holds the same state: no tier."""
 SCOPES = ("process", "node", "job")
 """What a fault takes with it, smallest first: one process with its device; a node with its memory and disks; every node."""
 
@@ -101,7 +103,7 @@ class Waste(msgspec.Struct, frozen=True, kw_only=True):
     down: dict[str, float] = {}
     """Standing still, by hazard: until it is found, repaired and loaded."""
     source: dict[str, str] = {}
-    """The tier that each hazard is recovered from; empty: a replica."""
+    """The tier that each hazard is recovered from, or `replica`; empty: nothing is left of what was done."""
     total: float = 0.0
 
     @property
@@ -148,7 +150,7 @@ def waste(problem: Problem, intervals: Mapping[str, float]) -> Waste:
         tier = source_of(problem, hazard, intervals)
         if tier is None and hazard.rho > 0 and hazard.rate > 0:
             return Waste(total=1.0)  # it loses everything, again and again
-        source[hazard.name] = tier.name if tier is not None else ""
+        source[hazard.name] = tier.name if tier is not None else REPLICA if hazard.rho == 0 else ""
         groups.setdefault(source[hazard.name], []).append(hazard)
         down[hazard.name] = hazard.rate * hazard.down_s
     for tier in problem.tiers:

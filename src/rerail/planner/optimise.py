@@ -101,13 +101,17 @@ def _rate_for(problem: Problem, tier: Tier) -> float:
     )
 
 
+_IDLE = "nothing is recovered from it"
+
+
 def _why(problem: Problem, tier: Tier, intervals: dict[str, float], lost: Waste) -> str:
     interval = intervals[tier.name]
     if not math.isfinite(interval):
         return "not used: its saves would cost more than they are worth beside the other tiers"
     uses = [name for name, source in lost.source.items() if source == tier.name]
     if not uses:
-        return "nothing is recovered from it"
+        later = [t.name for t in problem.tiers if t.of == tier.name and math.isfinite(intervals[t.name])]
+        return f"nothing is recovered from it; saves to {' and '.join(later)} are made from it" if later else _IDLE
     faults = ", ".join(uses)
     if tier.of and interval <= intervals[tier.of] * 1.01:
         return f"with every save to {tier.of}; for {faults}"

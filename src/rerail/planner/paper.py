@@ -15,6 +15,8 @@ from rerail.planner.model import Hazard, Problem, Tier, Waste, waste
 from rerail.planner.optimise import Planned, best
 from rerail.planner.rates import DAY_S, PER_DEVICE_S
 from rerail.planner.spares import Spares, worth
+from rerail.planner.standbys import Standbys, standbys
+from rerail.planner.units import duration, size
 
 HOUR_S = 3600.0
 MOST, LARGEST = 1e7, 1e12
@@ -23,6 +25,12 @@ SHORT_S = HOUR_S
 """Jobs that are shorter need no plan (the founding advice), unless faults are frequent."""
 NOT_WORTH = 0.01
 """Share of a job that has to be at stake."""
+START = "start"
+"""The beginning of the job as something to go back to."""
+ROOMY = 200e9
+"""Bytes beside its work that no device of today holds."""
+SELDOMEST, OFTENEST = 1 / (1e4 * 365.25 * DAY_S), 1e3
+"""Faults per second, of the whole job."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +72,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of the copy to the host's memory: what the training feels of it."""
     noise_share: float = 0.01
     """Of the time in which a snapshot goes on to another node or to the store."""
+    warm: float = 10.0
+    """Until a standby process is warm; a rank that is started without one takes that much longer."""
+    standby_share: float = 1e-7
+    """Of a job's time: what one standby on each node costs."""
 
     @property
     def nodes(self) -> int:
@@ -101,15 +113,27 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def check(self) -> None:
         """Refuse sizes that contradict each other."""
+        for name in ("gpus", "per_node", "replicas"):
+            if getattr(self, name) % 1:
+                raise ConfigError(f"{name} is {getattr(self, name):g}; a whole number is needed")
+        if self.params < 1:
+            raise ConfigError(f"params is {self.params:g}; a model has at least 1")
         if self.gpus > MOST:
             raise ConfigError(f"gpus is {self.gpus:g}; nobody has more than {MOST:g}")
+        if not SELDOMEST < self.faults_s < OFTENEST:
+            name = "mtbf" if self.mtbf else "rate"
+            often = "less than a millisecond" if self.faults_s >= OFTENEST else "more than 10,000 years"
+            raise ConfigError(
+                f"{name} is {getattr(self, name):g}{' s' if self.mtbf else ''}: that is {often} from one fault of the whole job to "
+                f"the next, which nothing can be planned for; {'3h' if self.mtbf else '0.47'} would be usual"
+            )
         if self.device_state > LARGEST:
             raise ConfigError(
                 f"params is {self.params:g}: that is {self.device_state / 1e12:.3g} TB on each of {self.gpus:g} gpus, which no "
                 "device holds; more gpus or fewer params are needed"
             )
         if 0 < self.length < self.step:
-            raise ConfigError(f"length is {self.length:g} s, but a step takes {self.step:g} s")
+            raise ConfigError(f"length is {duration(self.length)}, but a step takes {duration(self.step)}")
         if self.per_node > self.gpus:
             raise ConfigError(f"per_node is {self.per_node:g}, but there are only {self.gpus:g} gpus")
         if self.replicas > self.gpus:
@@ -119,8 +143,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"node_share is {self.node_share:g} and job_share {self.job_share:g}: together they are shares of all "
                 "faults, and cannot be more than 1"
             )
-        if self.gpus % 1 or self.per_node % 1:
-            raise ConfigError(f"gpus is {self.gpus:g} and per_node {self.per_node:g}; whole numbers are needed")
+
+    def doubts(self) -> tuple[str, ...]:
+        """What can be planned for, and is hardly meant."""
+        if self.device_state <= ROOMY:
+            return ()
+        least = math.ceil(self.state * self.replicas / ROOMY)
+        return (
+            f"params is {self.params:g}: that is {size(self.device_state)} on each of {self.gpus:,.0f} devices, more than "
+            f"any has today; {least:,} devices would hold {size(ROOMY)} each",
+        )
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +161,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     faults_per_day: float
     planned: Planned
     spares: Spares
-    standbys: int
+    standbys: Standbys
     goodput: float
     """All of it: without what is saved, lost and waited for."""
     usually: float
@@ -138,6 +170,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The same faults met with hourly checkpoints that the training waits for, and a restart of all."""
     verdict: str = ""
     """Why none of this is worth it, or nothing."""
+    warnings: tuple[str, ...] = ()
+    """What is hard to believe of the sizes that were given."""
 
 
 def problem_of(job: Job) -> Problem:
@@ -170,7 +204,9 @@ def problem_of(job: Job) -> Problem:
     )
     process = 1 - job.node_share - job.job_share
     return Problem(
-        tiers=(memory, buddy, store) if job.nodes > 1 else (memory, store),
+        tiers=tuple(
+            tier for tier in (memory, buddy if job.nodes > 1 else None, store, _start(job)) if tier is not None
+        ),
         hazards=(
             Hazard(
                 name="process or device",
@@ -185,12 +221,19 @@ def problem_of(job: Job) -> Problem:
     )
 
 
+def _start(job: Job) -> Tier | None:
+    """Beginning anew, where it is known how long that takes: a place to go back to that costs nothing, and all that was done."""
+    if not job.length:
+        return None
+    return Tier(name=START, stall_s=0.0, save_s=0.0, restore_s=0.0, survives="job", shortest_s=job.length)
+
+
 def founding(job: Job, interval_s: float = HOUR_S) -> Waste:
     """What is lost by hourly checkpoints, written while the training waits, and a restart of all at every fault."""
     save_s = job.state / job.write_speed
     if 0 < job.length < interval_s:  # it ends before its first save
         lost = job.faults_s * (job.length / 2 + FOUND_S + job.job_down)
-        return Waste(again={"any": lost / (1 + lost)}, source={"any": ""}, total=lost / (1 + lost))
+        return Waste(again={"any": lost / (1 + lost)}, source={"any": START}, total=lost / (1 + lost))
     store = Tier(name="store", stall_s=save_s, save_s=0.0, restore_s=job.state / job.read_speed, survives="job")
     fault = Hazard(name="any", rate=job.faults_s, scope="job", down_s=FOUND_S + job.job_down)
     return waste(Problem(tiers=(store,), hazards=(fault,)), {"store": max(interval_s, save_s)})
@@ -205,32 +248,37 @@ def answer(job: Job) -> Answer:
     job.check()
     planned, before = best(problem_of(job)), founding(job)
     taken = job.faults_s * job.node_share
-    spares = worth(job.nodes, taken, job.repair, elastic=job.elastic)
+    spares = worth(job.nodes, taken, job.repair, elastic=job.elastic, length_s=job.length)
+    usually = before.goodput * (1 - spares.short)
+    ranks_lost = job.faults_s * (1 - job.node_share - job.job_share)
     return Answer(
         faults_per_day=job.faults_s * DAY_S,
         planned=planned,
         spares=spares,
         goodput=planned.waste.goodput * (1 - spares.short),
-        standbys=1,
-        usually=before.goodput * (1 - spares.short),
+        standbys=standbys(job.nodes, ranks_lost, job.warm, job.standby_share),
+        usually=usually,
         founding=before,
-        verdict=_verdict(job, planned.waste, before),
+        verdict=_verdict(job, planned.waste, 1 - usually),
+        warnings=job.doubts(),
     )
 
 
-def _verdict(job: Job, lost: Waste, before: Waste) -> str:
+def _verdict(job: Job, lost: Waste, before: float) -> str:
+    """`before`: what hourly checkpoints lose, waiting for nodes included."""
     if lost.total >= 1:
         return (
             "no interval keeps up with these faults: the job would lose more than it trains; it needs faster stores, fewer "
             "faults, or to be smaller"
         )
     expected = job.faults_s * job.length
-    if not job.length or before.total > NOT_WORTH:
+    if not job.length or before > NOT_WORTH:
         return ""
     if expected < (1 if job.length <= SHORT_S else 0.05):
         return (
-            f"none of this is worth it: {expected:.2g} faults are expected in the whole job, and even hourly checkpoints "
-            f"and restarts would cost {before.total:.2%} of it"
+            f"none of this is worth it: {expected:.2g} faults are expected in the whole job, and "
+            + ("starting it anew" if job.length < HOUR_S else "even hourly checkpoints and restarts")
+            + f" would cost {before:.2%} of it"
         )
     return ""
 
@@ -249,6 +297,8 @@ ASSUMED = {
     "bytes_per_param": "bf16 weights, fp32 copy and Adam's two moments",
     "stall_share": "measured on one H200: 0.21 % with a copy of 0.66 s every ten steps of 0.56 s",
     "noise_share": "assumed: it uses the network and the host's memory, not the devices",
+    "warm": "a cold start takes 10.8 s on one H200, a rank that a standby replaces 1.3 s (docs/benchmarks.md)",
+    "standby_share": "assumed: it sleeps in memory of the host that is mostly free",
     "step": "assumed",
     "repair": "assumed",
     "replicas": "state is sharded and nobody holds a copy",

@@ -7,11 +7,14 @@ Three questions, in this order:
                         its first ten minutes; whichever expects more is believed
     is it even?         Weibull instead of exponential where there are enough faults, and their times say so clearly
 
-Used by `runtime.experience` in a running job, and by `rerail plan` for the journal of one.
+`estimate` is for a running job, which has to expect the faults of its first minutes; used by `runtime.experience`. `learnt` is for a
+journal, whose job is over: what is usual weighs one fault there, however far the two are apart. Used by `rerail plan --journal`.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -35,6 +38,8 @@ ENOUGH = 10
 KEPT = 256
 _SETTLING_S, _SETTLING = 600.0, 0.5
 """What is expected of a job that has only begun: most errors of a script show in its first minutes."""
+_TAIL, _MARKS = 12.0, 6000
+"""How far beyond what is likely an estimate looks, in logarithms, and at how many places."""
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +87,38 @@ def estimate(gaps: Sequence[float], since_s: float, prior: float) -> Rate:
     found, low, high = _posterior(weight, over)
     rate = Rate(per_s=found, mean=found, low=low, high=high, faults=len(recent), weight=weight, why=why)
     return _weibull(rate, recent, since_s) if len(recent) >= ENOUGH else rate
+
+
+def learnt(gaps: Sequence[float], since_s: float, prior: float) -> Rate:
+    """The same from the journal of a job: what is usual weighs exactly one fault, in both directions.
+
+    The logarithm of the rate is as likely to be so much above what is usual as below, e times less for each e-fold (Laplace). So above it
+    one fault counts as chance, below it as one more that could have come, and every fault moves the estimate by a like amount.
+    """
+    gaps = [max(gap, 1e-3) for gap in gaps[-KEPT:]]
+    since_s, cut = max(since_s, 0.0), _last_change(gaps, max(since_s, 0.0))
+    recent = gaps[cut:]
+    events, seconds = len(recent), max(sum(recent) + since_s, 1e-3)
+    middle, top = math.log(prior), math.log((events + 1) / seconds)
+    least, most = min(middle, top) - _TAIL, max(middle, top) + _TAIL
+    marks = [least + (most - least) * n / _MARKS for n in range(_MARKS + 1)]
+    fits = [events * x - math.exp(x) * seconds - abs(x - middle) for x in marks]
+    best = max(fits)
+    weights = list(itertools.accumulate(math.exp(one - best) for one in fits))
+    low, median, high = (
+        math.exp(marks[bisect.bisect_left(weights, share * weights[-1])]) for share in (0.05, 0.5, 0.95)
+    )
+    why = "since the rate changed" if cut else ""
+    return Rate(per_s=median, mean=median, low=low, high=high, faults=events, weight=events + 1.0, why=why)
+
+
+def _last_change(gaps: Sequence[float], since_s: float) -> int:
+    """Behind how many gaps the rate has changed for the last time; 0: it never has. Crowds are no changes."""
+    least = _crowded(gaps) if len(gaps) >= ENOUGH else 0.0
+    found = 0
+    while (further := _parts(gaps[found:], since_s, least)) > 0:
+        found += further
+    return found
 
 
 def _posterior(events: float, seconds: float) -> tuple[float, float, float]:

@@ -1,8 +1,9 @@
 """The founding reference beside the model and rerail: turns a size into the seconds that each says a fault costs. Pure.
 
 The reference: one server with eight processors, a GPT-3 of 3 or 15 billion parameters, a shared store that writes 2.7 GB/s and reads
-4.8 GB/s. Its two sizes give a straight line: a flush takes 7.5 s and 20.25 bytes for each parameter. What it calls load does not
-lie on a line through zero (3 s and 90 s: the smaller one came out of memory), so loads are modelled as bytes over speed.
+4.8 GB/s. Its two sizes give a straight line: a flush takes 7.5 s and 20.25 bytes for each parameter, which meets both because it was
+drawn through them. What it calls load does not lie on a line through zero (3 s and 90 s: the smaller one came out of memory, the
+larger one reached 70 % of the store's speed), so loads are modelled as bytes over speed, 63.3 s for the larger.
 Called by `rerail plan --reference`.
 """
 

@@ -2,7 +2,8 @@
 
 Nodes that are being repaired at a time are Poisson with mean rate * repair, whatever the distribution of repairs (M/G/infinity).
 With s spares the job has all its nodes as long as no more than s are away; beyond that a job that can shrink runs smaller, any
-other waits. Used by `rerail plan` and the simulator.
+other waits. A job of known length begins with all nodes whole, and waits for one at most until its own end: the mean is then that over
+its length. Used by `rerail plan` and the simulator.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool) -> Spares:
-    """`rate` is that of all nodes together, per second, of faults that take a node away."""
+def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool, length_s: float = 0.0) -> Spares:
+    """`rate` is that of all nodes together, per second, of faults that take a node away; `length_s` the job's, 0: not known."""
     if nodes < 1:
         raise ConfigError(f"nodes is {nodes}; a job has at least 1")
     for name, value in (("rate", rate), ("repair_s", repair_s)):
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} of nodes is {value}; it has to be 0 or more")
-    mean = min(rate * repair_s, float(nodes))  # more than all of them cannot be away
+    mean = min(rate * _away_s(repair_s, length_s), float(nodes))  # more than all of them cannot be away
     # a coarse look first: more than some hundred are counted in steps
     most = min(MOST, _enough(mean))
     stride = max(1, most // 256)
@@ -47,11 +48,25 @@ def worth(nodes: int, rate: float, repair_s: float, *, elastic: bool) -> Spares:
     without = sum(_lost(nodes, 0, mean, elastic))
     words = "waits" if not elastic else "runs smaller"
     why = (
-        f"{mean:.2g} nodes are away on average; without spares the job {words} and loses {without:.2%}"
+        f"{_shown(mean)} away on average; without spares the job {words} and loses {without:.2%}"
         if count
-        else f"{mean:.2g} nodes are away on average: a spare would cost more than it saves"
+        else f"{_shown(mean)} away on average: a spare would cost more than it saves"
     )
     return Spares(count=count, away=mean, idle=idle, short=short, why=why)
+
+
+def _shown(mean: float) -> str:
+    if mean < 1e-3:
+        return "hardly a node is"
+    told = f"{mean:,.0f}" if mean >= 10 else f"{mean:.2g}"
+    return f"{told} node is" if told == "1" else f"{told} nodes are"
+
+
+def _away_s(repair_s: float, length_s: float) -> float:
+    """Seconds for which a node is away, of those that the job lasts: the mean of min(t, repair) over its length."""
+    if not length_s:
+        return repair_s
+    return length_s / 2 if length_s < repair_s else repair_s * (1 - repair_s / (2 * length_s))
 
 
 def _enough(mean: float) -> int:

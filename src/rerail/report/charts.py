@@ -64,10 +64,14 @@ def lines(
     y: str,
     marks: Sequence[tuple[float, str]] = (),
     zero: bool = False,
+    within: Sequence[float] = (),
 ) -> str:
-    """One line for each name. `marks` are upright lines with a word each; `zero` has the values begin there."""
+    """One line for each name. `marks` are upright lines with a word each; `zero` has the values begin there.
+
+    `within`: from where to where it goes at least, so that drawings of one page have the same range.
+    """
     told = {name: [p for p in points if math.isfinite(p[0])] for name, points in series.items()}
-    across = [p[0] for points in told.values() for p in points] + [at for at, _ in marks]
+    across = [p[0] for points in told.values() for p in points] + [at for at, _ in marks] + list(within)
     values = [p[1] for points in told.values() for p in points if math.isfinite(p[1])]
     if not values:
         return _nothing(title)
@@ -143,7 +147,13 @@ def bars(values: Sequence[tuple[str, float]], *, title: str, y: str, order: Sequ
 
 
 def spans(
-    rows: Sequence[tuple[str, Spans]], *, title: str, x: str, order: Sequence[str] = (), quiet: Sequence[str] = ()
+    rows: Sequence[tuple[str, Spans]],
+    *,
+    title: str,
+    x: str,
+    order: Sequence[str] = (),
+    quiet: Sequence[str] = (),
+    within: Sequence[float] = (),
 ) -> str:
     """A timeline: one row for each name. What is not `quiet` shows however short it is, above the rest."""
     kinds = list(dict.fromkeys([*order, *(kind for _, row in rows for _, _, kind in row)]))
@@ -151,12 +161,12 @@ def spans(
     if not found:
         return _nothing(title)
     left = 20 + max(len(name) for name, _ in rows) * 7
-    wide = Scale.over(*ends(found), left, WIDTH - RIGHT)
+    wide = Scale.over(*ends([*found, *within]), left, WIDTH - RIGHT)
     parts, height = [], TOP + ROW * len(rows) + BOTTOM
     for place, (name, row) in enumerate(rows):
         top = TOP + place * ROW
         parts.append(_text(left - 8, top + 16, name, "end"))
-        shown = row if len(row) <= SPANS else _columns(row, wide)
+        shown = _joined(row if len(row) <= SPANS else _columns(row, wide))
         for begin, end, kind in sorted(shown, key=lambda one: one[2] not in quiet):
             size = max(0.0 if kind in quiet else 0.8, wide.at(end) - wide.at(begin))
             tip = f"{kind}: {number(begin)} to {number(end)}"
@@ -180,6 +190,17 @@ def _gathered(
         (group[0][0], {name: sum(_size(parts, name) for _, parts in group) / len(group) for name in names})
         for group in groups
     ], many
+
+
+def _joined(row: Spans) -> list[tuple[float, float, str]]:
+    """Neighbours of one kind as one: between two boxes side by side a screen shows a seam."""
+    found: list[tuple[float, float, str]] = []
+    for begin, end, kind in row:
+        if found and found[-1][2] == kind and begin <= found[-1][1] + 1e-9 * abs(begin):
+            found[-1] = (found[-1][0], max(end, found[-1][1]), kind)
+        else:
+            found.append((begin, end, kind))
+    return found
 
 
 def _columns(row: Spans, wide: Scale) -> list[tuple[float, float, str]]:

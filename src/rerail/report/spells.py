@@ -109,6 +109,13 @@ def interruptions(
     return found
 
 
+def fault_time(report: Report, recovery: Recovery | None, opened: float) -> float:
+    """Wall clock of the fault that a report is of; the report itself is dated by the end of the repair."""
+    if report.attempts or report.rung is Rung.STOP:
+        return _stop(report, recovery, opened).begin
+    return report.at - report.cost.detect
+
+
 def _stop(report: Report, recovery: Recovery | None, opened: float) -> Stop:
     """Durations are the controller's own; only where it has none does the clock of the first record count."""
     cost, end = report.cost, report.at

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ import msgspec
 from rerail.errors import UsageError
 from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Recovery, Report, Signal
 from rerail.report.seen import Seen, also_seen
+from rerail.report.spells import fault_time
 from rerail.runtime.journal import FILE_NAME, Journal
 
 SKIPPED = "data.skipped"
@@ -32,6 +33,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
     actions: tuple[Action, ...] = ()
     recovery: Recovery | None = None
+    fault_at: float = 0.0
+    """Wall clock of the fault; the report is dated by the end of the repair."""
     skipped: tuple[Signal, ...] = ()
     """Where ranks told which data they have left out because of it."""
     also_seen: tuple[Seen, ...] = ()
@@ -83,6 +86,15 @@ def reports(journal: Journal) -> list[Report]:
     return [record for record in journal.records(kind="report") if isinstance(record, Report)]
 
 
+def fault_times(journal: Journal, found: Iterable[Report]) -> dict[int, float]:
+    """Wall clock of the fault of each incident."""
+    openings = journal.openings()
+    recoveries = {one.id: one for one in journal.records(kind="recovery") if isinstance(one, Recovery)}
+    return {
+        one.incident: fault_time(one, recoveries.get(one.cause_id), openings.get(one.incident, one.at)) for one in found
+    }
+
+
 def seen(journal: Journal) -> list[Seen]:
     """Faults of machines and training that were told, and were not the cause of an incident."""
     diagnoses = _of(journal.records(kind="diagnosis"), Diagnosis)
@@ -105,6 +117,7 @@ def story(journal: Journal, report: Report) -> Story:
         decisions=_of(records, Decision),
         actions=_of(records, Action),
         recovery=recoveries[-1] if recoveries else None,
+        fault_at=fault_times(journal, [report])[report.incident],
         skipped=tuple(one for one in told if one.step in left_out and one.at >= began),
         also_seen=tuple(one for one in seen(journal) if one.near(began, report.at)),
     )

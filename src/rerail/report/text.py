@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rerail.faults.catalog import Catalog
 from rerail.flow import Decision, Diagnosis, Recovery, Report, Rung, Severity
@@ -56,7 +56,14 @@ def done(report: Report) -> str:
 def render(story: Story, catalog: Catalog) -> str:
     """One incident as a page."""
     report = story.report
-    lines = [_heading(report), *_cause(story, catalog), *_near(story.also_seen), *_handling(story), "", *costs(report)]
+    lines = [
+        _heading(report, story.fault_at or report.at),
+        *_cause(story, catalog),
+        *_near(story.also_seen),
+        *_handling(story),
+        "",
+        *costs(report),
+    ]
     advice = catalog.get(report.code)
     if advice is not None and advice.advice:
         lines += ["", f"  {advice.advice}"]
@@ -89,12 +96,16 @@ def costs(report: Report) -> list[str]:
     return [*lines, f"  {'total':<17}{seconds(cost.total):>8}"]
 
 
-def table(reports: Sequence[Report]) -> str:
-    """All incidents, one line each."""
+def table(reports: Sequence[Report], fault_times: Mapping[int, float]) -> str:
+    """All incidents, one line each, with the times of their faults."""
     if not reports:
         return "no incidents"
     head = ("#", "when", "what", "done", "lost", "detect", "T0", "T1", "T2", "T3", "T4", "total")
-    return "\n".join(aligned([head, *(_row(report) for report in reports)], left={1, 2, 3}))
+    return "\n".join(
+        aligned(
+            [head, *(_row(report, fault_times.get(report.incident, report.at)) for report in reports)], left={1, 2, 3}
+        )
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
@@ -158,9 +169,9 @@ def _shown(one: Seen) -> str:
     return text if len(text) <= SEEN_WIDTH else text[: SEEN_WIDTH - 1] + "…"
 
 
-def _row(report: Report) -> tuple[str, ...]:
+def _row(report: Report, at: float) -> tuple[str, ...]:
     cost = report.cost
-    when = _clock(report.at)
+    when = _clock(at)
     figures = (cost.detect, cost.t0, cost.t1, cost.t2, cost.t3, cost.t4, cost.total)
     what = report.summary if len(report.summary) <= 60 else report.summary[:59] + "…"
     verdict = done(report) if report.ok or report.rung is Rung.STOP else f"{done(report)}, failed"
@@ -170,8 +181,8 @@ def _row(report: Report) -> tuple[str, ...]:
     return (str(report.incident), when, what, verdict, lost, *told)
 
 
-def _heading(report: Report) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
+def _heading(report: Report, at: float) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     where = [f"node {report.node}"] if report.node else []
     if report.ranks:
         where.append(ranks(report.ranks))

@@ -21,13 +21,14 @@ UNITS = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (180.0, 60.0,
 SHOWN = {
     Cause.STARTUP: "start-up, shut-down",
     Cause.SHUTDOWN: "start-up, shut-down",
-    Cause.DATA: "data, checkpoint",
-    Cause.CHECKPOINT: "data, checkpoint",
+    Cause.DATA: Cause.TRAINING.value,
+    Cause.CHECKPOINT: Cause.TRAINING.value,
     Cause.OFF: "not running, not known",
     Cause.UNKNOWN: "not running, not known",
 }
-"""Causes that share a colour in the timeline: more than ten cannot be told apart."""
-ORDER = (Cause.TRAINING.value, *(cause.value for cause in PHASES), *dict.fromkeys(SHOWN.values()))
+"""Causes that share a colour in the timeline: more than ten cannot be told apart. Of waits within steps shares are known and no
+moments, so that drawing them apart from the training would be stripes that mean nothing."""
+ORDER = tuple(dict.fromkeys((Cause.TRAINING.value, *(cause.value for cause in PHASES), *SHOWN.values())))
 
 
 def as_html(told: Accounts) -> str:
@@ -39,6 +40,7 @@ def as_html(told: Accounts) -> str:
         f'<p class="note">{html.escape(heading(told))}</p>',
         *(_table(one) for one in tables(told, ROWS)[:2]),
         _timeline(told, unit, since),
+        '<p class="note">Waits for data and checkpoints within steps are part of training in this drawing.</p>',
         _stacks(told),
         _goodput(told, unit, since),
         _loss(told, unit, since),
@@ -72,8 +74,19 @@ def _timeline(told: Accounts, unit: float, since: str) -> str:
     rows = [("job", row(told.pieces)), ("incidents", row(piece for piece in told.pieces if piece.incident))]
     present = {kind for _, _, kind in rows[0][1]}
     order = [kind for kind in ORDER if kind in present or kind in (Cause.TRAINING, *PHASES)]
-    quiet = (Cause.TRAINING.value, SHOWN[Cause.DATA])
-    return charts.spans(rows if told.incidents else rows[:1], title="Timeline", x=since, order=order, quiet=quiet)
+    return charts.spans(
+        rows if told.incidents else rows[:1],
+        title="Timeline",
+        x=since,
+        order=order,
+        quiet=(Cause.TRAINING.value,),
+        within=_within(told, unit),
+    )
+
+
+def _within(told: Accounts, unit: float) -> tuple[float, float]:
+    """The whole job, on every axis of time."""
+    return 0.0, told.wall_s / unit
 
 
 def _stacks(told: Accounts) -> str:
@@ -90,7 +103,13 @@ def _goodput(told: Accounts, unit: float, since: str) -> str:
         [(at / unit, 100 * share) for at, share in goodput(told.pieces, _bins(told))] if told.ettr is not None else []
     )
     return charts.lines(
-        {"goodput": points}, title="Goodput over time", x=since, y="% of the time", marks=_marks(told, unit), zero=True
+        {"goodput": points},
+        title="Goodput over time",
+        x=since,
+        y="% of the time",
+        marks=_marks(told, unit),
+        zero=True,
+        within=_within(told, unit),
     )
 
 
@@ -105,7 +124,12 @@ def _loss(told: Accounts, unit: float, since: str) -> str:
     if not points:
         return '<p class="note">No loss curve: the script told no loss (job.metric("loss", value)).</p>'
     return charts.lines(
-        {"loss": points}, title="Loss, with incidents marked", x=since, y="loss", marks=_marks(told, unit)
+        {"loss": points},
+        title="Loss, with incidents marked",
+        x=since,
+        y="loss",
+        marks=_marks(told, unit),
+        within=_within(told, unit),
     )
 
 

@@ -148,7 +148,7 @@ class Journal:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise JournalError(_advice(self.path, error)) from error
 
     def _check_origin(self, read_only: bool) -> None:

@@ -77,6 +77,7 @@ class Checkpoints:
         """The version whose save was begun last."""
         self._new_here = False
         """This process took the place of another, and has not yet looked at what that one owed."""
+        self._took_over = False
 
     # --- set up ---
 
@@ -170,7 +171,7 @@ class Checkpoints:
     def adopt(self, epoch: int, next_save: int, generation: int) -> None:
         """What the small state of a version says about saving; a process that has claimed an epoch keeps its own."""
         if epoch:
-            self._new_here = self._new_here or not self.epoch
+            self._new_here, self._took_over = self._new_here or not self.epoch, self._took_over or not self.epoch
             self.epoch, self.next_save, self._generation = self.epoch or epoch, next_save, generation
 
     def moved(self, depots: str) -> None:
@@ -254,18 +255,19 @@ class Checkpoints:
         if isinstance(self._when, EverySteps):
             self._plan_next()
             return
-        costs = foresight.costs(job._durations, self._saved_s, self._since)
-        mine = foresight.steps(self._when, costs) if costs.step_s or not again else 0  # 0: a newcomer knows nothing yet
+        # A save that was under way when a fault came waits for ranks that are gone: how long says nothing about the store.
+        costs = foresight.costs(job._durations, self._saved_s, 0.0 if again else self._since)
+        mine = foresight.wish(self._when, costs, len(job._durations), new_here=self._took_over)
         wish = torch.tensor([mine], dtype=torch.int64, device=device_of(job))
         if job.world_size > 1:
             with hearing.paused():
                 dist.all_reduce(wish, dist.ReduceOp.MAX)
         if job._rejoin is None or fabric.mode is Mode.LIVE:
             steps = int(wish.item())
-            planned = job._version + steps
+            planned = job._version + (steps or FIRST_AFTER)
             self.next_save = planned if not again else min(due, planned) if steps else due
             foresight.agreed = steps or foresight.agreed
-            if self._speaks and costs.step_s and (text := foresight.worth_telling(self._when, steps, costs)):
+            if self._speaks and steps and (text := foresight.worth_telling(self._when, steps, costs, mine)):
                 self._note("planned", job._version, text, {**costs._asdict(), "steps": steps})
 
     def _settle(self) -> threading.Thread | None:

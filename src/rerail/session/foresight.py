@@ -13,12 +13,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from rerail.checkpoint.schedule import Costs, When
+from rerail.checkpoint.schedule import Costs, Planned, When
 from rerail.planner.model import young_s
 from rerail.planner.outlook import Outlook
+from rerail.planner.units import duration
+from rerail.wording import counted
 
 RECENT = 8
 """Saves whose times count: a store that has become slower or faster shows after half of them."""
+KNOWN_STEPS, KNOWN_STALLS = 8, 3
+"""Steps, and snapshots, that a rank has to have measured before it says anything about them."""
 TELL_FROM = 1.25
 """How much an interval has to change to be worth a word in the journal."""
 
@@ -32,6 +36,7 @@ class Foresight:
         """The version that the newest plan goes on from: there everybody plans anew."""
         self._told = 0
         self._stalls: deque[float] = deque(maxlen=RECENT)
+        self._first_stall = True
         self.agreed = 0
         """Steps between two checkpoints that all have agreed on last; 0: none yet."""
 
@@ -56,23 +61,44 @@ class Foresight:
 
     def stalled(self, seconds: float) -> None:
         """A snapshot held the training up for so long."""
+        if self._first_stall and self._stalls:
+            self._stalls.clear()  # that of a process' first snapshot, whose memory was new, speaks for no other
+            self._first_stall = False
         self._stalls.append(seconds)
+
+    def wish(self, when: When, costs: Costs, steps_known: int, *, new_here: bool) -> int:
+        """Steps that this rank would have until the next checkpoint; 0: it knows too little to say, and leaves it to the others.
+
+        A process that took the place of another has times of its own only after some steps and snapshots.
+        """
+        if steps_known < KNOWN_STEPS or (new_here and len(self._stalls) < KNOWN_STALLS):
+            return 0
+        return self.steps(when, costs)
 
     def steps(self, when: When, costs: Costs) -> int:
         """Steps until the next checkpoint: what was agreed last, unless something has changed for good."""
         wish = max(1, when.steps(costs))
         return self.agreed if self.agreed and 1 / TELL_FROM < wish / self.agreed < TELL_FROM else wish
 
-    def worth_telling(self, when: When, steps: int, costs: Costs) -> str:
-        """Why the next checkpoint is so many steps away, if that is news."""
+    def worth_telling(self, when: When, steps: int, costs: Costs, mine: int) -> str:
+        """Why the next checkpoint is so many steps away, if that is news. `mine`: those that this rank has asked for."""
         if self._told and 1 / TELL_FROM < steps / self._told < TELL_FROM:
             return ""
         self._told = steps
-        return (
-            f"a checkpoint every {steps} steps ({type(when).__name__}): a step takes {costs.step_s:.3g} s, a save holds the "
-            f"training up for {costs.stall_s:.3g} s and is done after {costs.save_s:.3g} s, and a fault that loses the "
-            f"snapshots is expected every {costs.mtbf_s / 3600:.3g} h"
+        every = f"a checkpoint every {counted(steps, 'step')}"
+        if not mine:
+            return f"{every}, as other ranks have asked for: this one is new and has not measured enough yet"
+        why = when.why(costs) if isinstance(when, Planned) else f"by the rule {type(when).__name__}"
+        measured = (
+            f"a step takes {duration(costs.step_s)}, a save holds the training up for {duration(costs.stall_s)} and is done "
+            f"after {duration(costs.save_s)}, and a fault that loses the snapshots is expected every {duration(costs.mtbf_s)}"
         )
+        if steps > mine:
+            return (
+                f"{every}, about {duration(steps * costs.step_s)}, as another rank has asked for; "
+                f"this one's own times ask for {mine}, {why}: {measured}"
+            )
+        return f"{every}, about {duration(steps * costs.step_s)}, {why}: {measured}"
 
 
 foresight = Foresight()

@@ -17,6 +17,7 @@ from rerail.diagnose.classify import Classifier
 from rerail.errors import UsageError
 from rerail.faults.catalog import Fault as Entry
 from rerail.flow import Handling
+from rerail.planner.units import shown
 from rerail.wording import guess
 
 SCOPES = ("device", "node", "batch", "job")
@@ -86,8 +87,10 @@ def shape_of(code: str, where: str = "") -> Shape:
     known = classifier().catalog
     fault = known.get(code)
     if fault is None:
-        close = guess(code, [one.code for one in known.faults])
-        raise UsageError(f"{where}code is {code!r}, which is not in the catalogue{close}", hint="rerail faults list")
+        close = guess(code[:200], [one.code for one in known.faults])
+        raise UsageError(
+            f"{where}code is {shown(code)}, which is not in the catalogue{close}", hint="rerail faults list"
+        )
     return Shape(kind=TRACE, scope=_scope(fault), seen=_seen(fault), needs=_needs(fault))
 
 

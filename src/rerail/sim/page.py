@@ -7,20 +7,26 @@ from collections.abc import Sequence
 
 from rerail.report.charts import lines, page, stacked
 from rerail.sim.run import Result
-from rerail.sim.scenario import Assumption
+from rerail.sim.scenario import Assumption, book
 from rerail.sim.sweep import Sweep
-from rerail.sim.text import STAGES, grouped, middle, table
+from rerail.sim.text import STAGES, grouped, middle, sweep_table, table, value_of
 
 
-def results_page(title: str, results: Sequence[Result], found: Sweep | None, assumed: Sequence[Assumption]) -> str:
+def results_page(
+    title: str,
+    results: Sequence[Result],
+    found: Sweep | None,
+    assumed: Sequence[Assumption],
+    notes: Sequence[str] = (),
+) -> str:
     """Drawings, the table, and what was assumed."""
     body = [f"<h1>{html.escape(title)}</h1>"]
-    if found is not None:
-        body.append(_curves(found))
-    else:
-        body += [_stack(results), f'<pre class="scroll">{html.escape(chr(10).join(table(results)))}</pre>']
+    shown = sweep_table(found, book().keys[found.key].unit) if found is not None else table(results)
+    body += [_curves(found) if found is not None else _stack(results)]
+    body += [f'<pre class="scroll">{html.escape(chr(10).join(shown))}</pre>']
+    body += [f'<p class="note">{html.escape(one)}</p>' for one in notes]
     rows = "".join(
-        f'<tr><td class="l">{html.escape(one.key)}</td><td>{one.value:,g} {html.escape(one.unit)}</td>'
+        f'<tr><td class="l">{html.escape(one.key)}</td><td>{html.escape(value_of(one))}</td>'
         f'<td class="l">{html.escape(one.about)}</td><td class="l">{html.escape(one.source)}</td></tr>'
         for one in assumed
     )

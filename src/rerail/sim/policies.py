@@ -53,6 +53,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """By tier; a tier that is not named here is planned."""
     times: Times
     detects: Delay
+    nodes: int = 1
+    """The fewest that it can be had with."""
+
+    def feasible(self, scenario: Scenario) -> bool:
+        """Whether the cluster is large enough for it."""
+        return scenario.nodes >= self.nodes
 
 
 # --- where state is kept ---
@@ -197,6 +203,7 @@ POLICIES = (
         when={"peers": EverySteps(1), "store": EverySeconds(3 * HOUR_S)},
         times=_job_restart,
         detects=_stock,
+        nodes=2,
     ),
     Plan(
         name="replica",

@@ -96,12 +96,13 @@ def compare(
     trace: Sequence[Fault] | None = None,
     tell: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Every policy under the same faults, for every seed; `tell` is called after each run."""
+    """Every policy that can be had under the same faults, for every seed; `tell` is called after each run."""
     found = []
     for seed in seeds:
         faults = trace if trace is not None else generate(scenario, seed)
         for plan in plans:
-            found.append(run(scenario, plan, faults, seed))
+            if plan.feasible(scenario):
+                found.append(run(scenario, plan, faults, seed))
             tell()
     return found
 

@@ -19,6 +19,7 @@ import msgspec
 from rerail.errors import ConfigError, UsageError
 from rerail.planner.rates import DAY_S
 from rerail.planner.units import KINDS as UNITS
+from rerail.planner.units import as_float, quantity, shown
 from rerail.wording import guess
 
 SNAPSHOT_GB = 36.0
@@ -29,6 +30,7 @@ _OF = {"s": ("duration", 1.0), "d": ("duration", DAY_S), "GB": ("size", 1e9), "G
 _UNITS = {
     unit: {name: factor / by for name, factor in UNITS[kind][0].items() if name} for unit, (kind, by) in _OF.items()
 }
+_UNITS["devices"] = {"k": 1e3, "K": 1e3}
 """What may stand behind a number, by the unit of its key."""
 _VALUE = re.compile(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))\s*([A-Za-z%/]*)")
 
@@ -182,13 +184,14 @@ def preset(name: str) -> Preset:
 def scenario(values: Mapping[str, Any], origin: str = "") -> Scenario:
     """From values by key; everything that is wrong is said with its key, its value and what would be right."""
     where = f"{origin}: " if origin else ""
-    given = {key: _checked(key, value, where) for key, value in values.items()}
+    given = {key: checked(key, value, where) for key, value in values.items()}
     made = msgspec.convert(given, Scenario)
     _consistent(made, where)
     return made
 
 
-def _checked(key: str, value: Any, where: str) -> float | int | bool:
+def checked(key: str, value: Any, where: str = "") -> float | int | bool:
+    """One value by its key, within its range."""
     known = book().keys
     if key not in known:
         raise ConfigError(
@@ -200,9 +203,9 @@ def _checked(key: str, value: Any, where: str) -> float | int | bool:
     number = _number(key, value, where)
     unit, least, most = known[key].unit, known[key].least, known[key].most
     if not least <= number <= most:
-        raise ConfigError(f"{where}{key} is {value}, but has to be between {least:g} and {most:g} ({unit})")
+        raise ConfigError(f"{where}{key} is {_told(value)}, but has to be between {least:g} and {most:g} ({unit})")
     if kind is int and number != int(number):
-        raise ConfigError(f"{where}{key} is {value}, but has to be a whole number ({unit})")
+        raise ConfigError(f"{where}{key} is {_told(value)}, but has to be a whole number ({unit})")
     return int(number) if kind is int else number
 
 
@@ -210,7 +213,7 @@ def _switch(key: str, value: Any, where: str) -> bool:
     words = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
     found = words.get(str(value).lower())
     if found is None:
-        raise ConfigError(f"{where}{key} is {value!r}, but has to be yes or no")
+        raise ConfigError(f"{where}{key} is {shown(value)}, but has to be yes or no")
     return found
 
 
@@ -218,15 +221,23 @@ def _number(key: str, value: Any, where: str) -> float:
     unit = book().keys[key].unit
     factors = _UNITS.get(unit, {})
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    found = _VALUE.fullmatch(str(value).strip())
+        return as_float(value)
+    text = str(value).strip()
+    found = _VALUE.fullmatch(text)
+    if found is None and _OF.get(unit, ("",))[0] == "duration" and re.match(r"\d", text):
+        return quantity(f"{where}{key}", text, "duration") / _OF[unit][1]  # 1h30m
     if found is None:
-        raise ConfigError(f"{where}{key} is {value!r}, which is not a number ({unit})")
-    number, given = float(found[1].replace("_", "")), found[2]
+        raise ConfigError(f"{where}{key} is {shown(value)}, which is not a number ({unit})")
+    number, given = as_float(found[1].replace("_", "")), found[2]
     if given and given not in factors:
         units = ", ".join(factors) or f"none: it is counted in {unit}"
-        raise ConfigError(f"{where}{key} is {value!r}: unit {given!r} is not known here (units: {units})")
+        raise ConfigError(f"{where}{key} is {shown(value)}: unit {given!r} is not known here (units: {units})")
     return number * factors.get(given, 1.0)
+
+
+def _told(value: Any) -> str:
+    """As it was given, without quotes."""
+    return shown(value).strip("'")
 
 
 def _consistent(one: Scenario, where: str) -> None:
@@ -244,6 +255,11 @@ def _consistent(one: Scenario, where: str) -> None:
         raise ConfigError(
             f"{where}replicas is {one.replicas}, but there are only {one.gpus} ranks; at most {one.gpus} can be"
         )
+    if one.gpus % one.replicas:
+        fewer = max(n for n in range(1, one.replicas) if one.gpus % n == 0)
+        raise ConfigError(
+            f"{where}replicas is {one.replicas}, but {one.gpus} ranks cannot be parted into so many equal copies; {fewer} would do"
+        )
     if one.shard_gb > one.state_gb:
         raise ConfigError(
             f"{where}shard_gb is {one.shard_gb:g}, which is more than the whole state ({one.state_gb:g} GB in state_gb)"
@@ -251,8 +267,20 @@ def _consistent(one: Scenario, where: str) -> None:
     if one.shard_gb * one.gpus < one.state_gb:
         raise ConfigError(
             f"{where}gpus is {one.gpus}: shards of {one.shard_gb:g} GB (shard_gb) do not hold the {one.state_gb:g} GB of state_gb; "
-            f"{math.ceil(one.state_gb / one.shard_gb)} would, or shard_gb={one.state_gb / one.gpus:.3g}"
+            f"{_holding(one)} would, or shard_gb={_up(one.state_gb / one.gpus)}"
         )
+
+
+def _holding(one: Scenario) -> int:
+    """Devices whose shards hold all of the state, in whole nodes and equal copies."""
+    many = math.lcm(one.per_node, one.replicas)
+    return math.ceil(one.state_gb / one.shard_gb / many) * many
+
+
+def _up(value: float) -> str:
+    """Three digits, and not less."""
+    digits = 2 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:g}"
 
 
 def parsed(pairs: list[str]) -> dict[str, str]:
@@ -274,7 +302,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: no such file") from error
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of thousands of digits
         raise UsageError(f"--config {path} is not TOML: {error}") from error
     return rows
 

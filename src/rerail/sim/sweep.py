@@ -5,6 +5,7 @@ Called by `cli.simulate` and `bench/simulate.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from rerail.errors import UsageError
 from rerail.sim.faults import Fault
 from rerail.sim.policies import Plan
 from rerail.sim.run import Result, compare
-from rerail.sim.scenario import Preset, Scenario, scenario
+from rerail.sim.scenario import Preset, Scenario, book, checked, scenario
+
+MOST_COPIES = int(book().keys["replicas"].most)
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +46,17 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def resized(base: Preset | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a preset with others put over them; another number of devices has as many spare nodes in proportion."""
+    """Values of a preset with others put over them.
+
+    Another number of devices has as many spare nodes in proportion; where every rank holds the same, it still does.
+    """
     values = dict(base.values) if base is not None else {}
-    if base is not None and "gpus" in given and "spare_nodes" not in given and "gpus" in values:
-        asked = scenario({**values, **given}).gpus
-        values["spare_nodes"] = round(values.get("spare_nodes", 0) * asked / values["gpus"])
+    if base is None or "gpus" not in given or "gpus" not in values:
+        return {**values, **given}
+    before, asked = values["gpus"], int(checked("gpus", given["gpus"]))
+    values["spare_nodes"] = round(values.get("spare_nodes", 0) * asked / before)
+    copies = values.get("replicas", 1)
+    values["replicas"] = min(asked, MOST_COPIES) if copies == before else math.gcd(copies, asked)
     return {**values, **given}
 
 

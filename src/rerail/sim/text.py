@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
+
+from rerail.planner.rates import DAY_S
+from rerail.planner.units import duration
 from rerail.report.text import aligned, bar
 from rerail.sim.kinds import titles
-from rerail.sim.policies import POLICIES
+from rerail.sim.policies import POLICIES, Plan
 from rerail.sim.run import Result
 from rerail.sim.scenario import Assumption, Scenario
 from rerail.sim.sweep import Sweep
 from rerail.sim.training import NOBODY
+from rerail.wording import counted
 
 STAGES = (
     ("detect", "detect"),
@@ -31,7 +36,9 @@ PUBLISHED = (
     "beside that: more than 90 % effective training time reported for the real run (Llama 3, same size and time);",
     "97 % effective training time ratio reported by ByteRobust (9,600 devices, three months)",
 )
-SMALL = 0.00005
+SMALL, ZERO = 0.00005, 0.000005
+"""Shares that are shown as a dash, and as 0.000 %."""
+YES_NO = "yes or no"
 
 
 def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -43,8 +50,29 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def middle(results: Sequence[Result]) -> Result:
-    """The run whose goodput is the median, or the lower of the two in the middle."""
-    return sorted(results, key=lambda one: one.goodput)[(len(results) - 1) // 2]
+    """The run whose goodput is the median; of an even number the mean of the two in the middle, so that its parts still add up."""
+    order = sorted(results, key=lambda one: one.goodput)
+    low, high = order[(len(order) - 1) // 2], order[len(order) // 2]
+    if low is high:
+        return low
+    return msgspec.structs.replace(
+        low,
+        productive_s=(low.productive_s + high.productive_s) / 2,
+        by_stage=_mean(low.by_stage, high.by_stage),
+        by_cause=_mean(low.by_cause, high.by_cause),
+        rungs={name: round(count) for name, count in _mean(low.rungs, high.rungs).items()},
+        interruptions=round((low.interruptions + high.interruptions) / 2),
+        stops=round((low.stops + high.stops) / 2),
+        mtbf_s=(low.mtbf_s + high.mtbf_s) / 2,
+        mttr_s=(low.mttr_s + high.mttr_s) / 2,
+        every=_mean(low.every, high.every),
+    )
+
+
+def _mean(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """Of each, the largest first."""
+    found = {name: (one.get(name, 0.0) + other.get(name, 0.0)) / 2 for name in {**one, **other}}
+    return dict(sorted(found.items(), key=lambda part: -part[1]))
 
 
 def title_of(name: str) -> str:
@@ -57,7 +85,23 @@ def heading(scenario: Scenario, seeds: int, origin: str, swept: str = "") -> str
     spare = f" and {scenario.spare_nodes:,} spare nodes" if scenario.spare_nodes else ""
     if swept:
         return f"{origin}: goodput by {swept}, {runs}"
-    return f"{origin}: {scenario.gpus:,} devices{spare}, {scenario.days:g} days, {runs}"
+    return f"{origin}: {scenario.gpus:,} devices{spare}, {_long(scenario.days)}, {runs}"
+
+
+def _long(days: float) -> str:
+    """`54 days`, and what is less than one in smaller units."""
+    return f"{days:g} days" if days == round(days, 2) and days >= 1 else duration(days * DAY_S)
+
+
+def left_out(plans: Sequence[Plan], made: Sequence[Scenario]) -> list[str]:
+    """What is not simulated, or not with every value of a sweep, because it cannot be had with so few nodes."""
+    few = {one.name: [other for other in made if not one.feasible(other)] for one in plans}
+    return [
+        f"{name} is left out{' there' if len(made) > 1 else ''}: it keeps copies on other nodes, and there is only "
+        f"{counted(missing[0].nodes, 'node')}"
+        for name, missing in few.items()
+        if missing
+    ]
 
 
 def table(results: Sequence[Result]) -> list[str]:
@@ -104,7 +148,7 @@ def losses(result: Result) -> list[str]:
     lost = 1 - result.goodput
     lines = [f"{result.policy} loses {lost:.2%}, {_hours(result.wall_s * lost)} of the whole job; by cause"]
     lines += [
-        f"  {name:<{width}}  {seconds / result.wall_s:>7.3%}  {bar(seconds, largest)}".rstrip()
+        f"  {name:<{width}}  {seconds / result.wall_s:>7.3%}  {bar(seconds, largest) if seconds / result.wall_s >= ZERO else ''}".rstrip()
         for name, seconds in rows
     ]
     rungs = ", ".join(f"{rung.replace('_', ' ')} {count}" for rung, count in result.rungs.items())
@@ -114,13 +158,24 @@ def losses(result: Result) -> list[str]:
 
 
 def sweep_table(found: Sweep, unit: str) -> list[str]:
-    """One line for each value, one column for each policy."""
-    names = list(grouped(found.points[0].results)) if found.points else []
-    rows = [[f"{found.key} ({unit})", *names]]
+    """One line for each value, one column for each policy; with several seeds from the lowest to the highest, too."""
+    there = {result.policy for point in found.points for result in point.results}
+    names = [one.name for one in POLICIES if one.name in there]
+    switch = unit == YES_NO
+    rows = [[found.key if switch else f"{found.key} ({unit})", *names]]
     for point in found.points:
         groups = grouped(point.results)
-        rows.append([f"{point.value:,g}", *(f"{middle(groups[name]).goodput:.2%}" for name in names)])
+        value = ("yes" if point.value else "no") if switch else f"{point.value:,g}"
+        rows.append([value, *(_goodput(groups.get(name, [])) for name in names)])
     return aligned(rows, left={0})
+
+
+def _goodput(group: Sequence[Result]) -> str:
+    """The middle and, of several, the range; nothing where the policy cannot be had."""
+    if len(group) < 2:
+        return f"{group[0].goodput:.2%}" if group else "-"
+    low, high = min(one.goodput for one in group), max(one.goodput for one in group)
+    return f"{middle(group).goodput:.2%} ({100 * low:.2f} to {100 * high:.2f})"
 
 
 def told(assumptions: Sequence[Assumption]) -> list[str]:
@@ -135,7 +190,7 @@ def told(assumptions: Sequence[Assumption]) -> list[str]:
             before = sort
         source = one.source[len(sort) :].lstrip(":; ") if one.source.startswith(sort) else one.source
         why = f" [{source}]" if source and sort != "given" else ""
-        lines.append(f"    {one.key:<18}{_value(one):>14}  {one.about}{why}")
+        lines.append(f"    {one.key:<18}{value_of(one):>24}  {one.about}{why}")
     return lines
 
 
@@ -144,10 +199,13 @@ def _rank(source: str, order: Sequence[str]) -> int:
     return order.index(first) if first in order else len(order)
 
 
-def _value(one: Assumption) -> str:
-    if one.unit == "yes or no":
+def value_of(one: Assumption) -> str:
+    """With its unit, as a person would write it."""
+    if one.unit == YES_NO:
         return "yes" if one.value else "no"
-    short = {"share": "", "per 1000 device-days": "/1000 d", "per day": "/d"}.get(one.unit, f" {one.unit}")
+    short = {"share": "", "per 1000 device-days": "/1000 device-days", "per day": "/d"}.get(one.unit, f" {one.unit}")
+    if one.unit == "d" and one.value < 1:
+        return duration(one.value * DAY_S)
     return f"{one.value:,g}{short}"
 
 
@@ -160,7 +218,8 @@ def _percent(share: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+    """Seconds as long as people think in them."""
+    return duration(value) if value >= 6000 else f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 def _hours(seconds: float) -> str:
