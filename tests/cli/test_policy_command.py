@@ -101,6 +101,18 @@ def test_an_explanation_as_json_has_verdict_escalation_and_decision(rerail: Run)
     assert {one["rung"] for one in found["decision"]["candidates"]} == set(Rung)
 
 
+def test_a_fault_that_takes_its_place_out_of_use_is_explained_with_and_without_a_spare(rerail: Run) -> None:
+    out = rerail("policy", "explain", "gpu.xid.79")[1]
+    assert "would do    stop (rule nothing-left): 1 of 4 ranks have no healthy place left" in out
+    assert "  replace_rank  out: device:n1/1 is out of use: gpu.xid.79\n" in out
+    assert "with a spare device of its node: swap_device (rule place-lost): device:n1/1 is out of use" in out
+    assert json.loads(rerail("policy", "explain", "gpu.xid.79", "--json")[1])["with_spare"]["rung"] == "swap_device"
+    assert "with a spare device of its node: swap_device" in rerail("policy", "explain", "gpu.xid.48")[1]
+    assert "with a spare" not in rerail("policy", "explain", "process.killed")[1]
+    lost = rerail("policy", "explain", "node.lost")[1]
+    assert "would do    restart_all" in lost and "with a spare node: swap_node" in lost
+
+
 def test_a_fault_that_asks_nothing_of_the_job_does_nothing_to_it(rerail: Run) -> None:
     assert "would do    nothing to the running job" in rerail("policy", "explain", "npu.81078603")[1]
 
@@ -171,6 +183,44 @@ def test_a_replay_tells_what_would_have_been_done_beside_what_was(rerail: Run, j
         assert "done replace_rank, would restart_all (other: rule policy 1 does not allow replace_rank)" in out
     found = json.loads(rerail("policy", "replay", "job1", "--json")[1])
     assert found["quarantine"] == ["device:n1/3"] and found["decisions"][0]["done"] == "replace_rank"
+
+
+def moved_away(code: str) -> list[tuple[int, Any]]:
+    """Records of a hot switch that only a monitor has led to."""
+    signal = Signal(
+        id="s", job="job1", at=10.0, source="machine", node="n1", payload={"subject": "gpu1", "detector": "nvidia"}
+    )
+    event = Event(id="x", job="job1", at=10.0, cause_id="s", code=code, node="n1", severity=Severity.WARNING)
+    leave = Diagnosis(id="d", job="job1", at=11.0, code=code, root="", node="n1", ranks=(1,), rule="evacuate")
+    switch = Decision(id="c", job="job1", at=11.0, cause_id="d", rung=Rung.HOT_SWITCH, rule="hot-switch")
+    heard = [(0, signal), (0, event)] if code != "place.quarantined" else []
+    return [*heard, (1, leave), (1, switch)]
+
+
+@pytest.mark.parametrize(
+    ("code", "rule", "words"),
+    [
+        (
+            "gpu.xid.63",
+            "",
+            "would nothing (other: only a monitor told, and rule mapping lets the ranks stay)\n          admission",
+        ),
+        ("gpu.xid.63", "running = 'boundary'", "would nothing (other: only a monitor told, and rule policy 1 lets"),
+        ("gpu.xid.63", "admission = 'no'\nrunning = 'boundary'", "would hot_switch (same: the policy allows it)"),
+        ("gpu.xid.63", "admission = 'no'\nrunning = 'boundary'\nmute_s = 600", "would nothing (other"),
+        ("place.quarantined", "", "would hot_switch (same: put out of use by hand, whatever the policy says)\ndefault"),
+    ],
+)
+def test_a_replay_lets_ranks_stay_where_the_policy_does(
+    rerail: Run, tmp_path: Path, folder: Path, code: str, rule: str, words: str
+) -> None:
+    with contextlib.closing(Journal(tmp_path / "state" / "job1" / FILE_NAME)) as book:
+        book.append(moved_away(code), {"placement": [["n1", device] for device in range(4)], "exit_code": 0})
+    if rule:
+        (folder / "rerail.toml").write_text(f'[[policy]]\ncode = "{code}"\n{rule}\n')
+    out = rerail("policy", "replay", "job1")[1]
+    assert f"{code} on n1: done hot_switch, {words}" in out
+    assert f"1 decision, {int('other' in words)} of them otherwise" in out
 
 
 def test_a_replay_of_nothing_is_an_error(rerail: Run) -> None:

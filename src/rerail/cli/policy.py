@@ -16,7 +16,7 @@ import msgspec
 
 from rerail.cli.policy_replay import replay
 from rerail.config import Settings, load_settings, settings_file
-from rerail.decide.axes import Repair
+from rerail.decide.axes import Admission, Repair
 from rerail.decide.choose import choose
 from rerail.decide.escalation import Escalation, Seen
 from rerail.decide.policy import About, Policy, Verdict
@@ -25,12 +25,16 @@ from rerail.decide.situation import Situation
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
 from rerail.faults.catalog import Fault, load_catalog
-from rerail.flow import Cost, Decision, Diagnosis, Rung
+from rerail.flow import Cost, Decision, Diagnosis, Place, Rung
 from rerail.runtime.handling import policy_of, problems_with, shipped_book
 from rerail.texts import listed
 from rerail.wording import counted
 
 EXIT_WRONG = 1
+RANKS = 4
+"""Of the example that a fault is explained by."""
+OF_THE_RANK = {"script", "exit"}
+"""Where a fault shows that no monitor tells of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,17 +93,21 @@ def _explain(args: argparse.Namespace, settings: Settings, faults: tuple[Fault, 
     verdict = policy.verdict(about)
     escalations = _escalations(settings, policy, about, verdict)
     acts = verdict.axes.running != "no" or fault.code in rolls_back(listed(settings.roll_back))
-    decision = choose(example(fault), _situation(fault, verdict), at=0.0) if acts else None
+    decision, spared = (
+        choose(example(fault), _situation(fault, verdict, spare=spare), at=0.0) if acts else None
+        for spare in (False, True)
+    )
     if args.json:
         shown: dict[str, Any] = {
             "code": fault.code,
             "verdict": msgspec.to_builtins(verdict),
             "escalation": [msgspec.to_builtins(rule) for rule in escalations],
-            "decision": msgspec.to_builtins(decision) if decision is not None else None,
+            "decision": msgspec.to_builtins(decision),
+            "with_spare": msgspec.to_builtins(spared),
         }
         print(json.dumps(shown))
     else:
-        print("\n".join(_described(fault, verdict, escalations, decision)))
+        print("\n".join(_described(fault, verdict, escalations, (decision, spared))))
     return 0
 
 
@@ -135,15 +143,30 @@ def example(fault: Fault) -> Diagnosis:
     )  # fmt: skip
 
 
-def _situation(fault: Fault, verdict: Verdict) -> Situation:
-    """Four ranks in training, three of them well; rungs that the policy does not allow are out."""
+def _situation(fault: Fault, verdict: Verdict, *, spare: bool) -> Situation:
+    """Four ranks in training, three of them well; rungs that the policy does not allow are out.
+
+    Where a monitor tells of such faults it has done so, and the place is out of use where the policy wants that: always where no new
+    work may land there, and where it may not for now as long as there is another place.
+    """
     barred = {rung: "the policy does not allow it" for rung in Rung if rung not in verdict.rungs}
     barred.pop(Rung.STOP, None)
+    by_node = fault.scope == "node"
+    places = {rank: Place(f"n{rank}", 0) if by_node else Place("n1", rank) for rank in range(RANKS)}
+    wanted = (Admission.NO, Admission.NOT_NOW) if spare else (Admission.NO,)
+    told = fault.scope in ("device", "node") and not fault.sources and set(fault.seen) - OF_THE_RANK
+    out = bool(told) and verdict.axes.admission in wanted
+    sick = f"{'node' if by_node else 'device'}:{places[1].node if by_node else places[1]}"
+    gone = {1: f"node {places[1].node} of rank 1 is not connected"} if "agent.lost" in fault.sources else {}
     return Situation(
         aware=True,
         in_training=True,
         settled=True,
-        survivors=3,
+        survivors=RANKS - 1,
+        places=places,
+        barred={1: f"{sick} is out of use: {fault.code}"} if out else gone,
+        free=(Place("n9", 0) if by_node else Place("n1", RANKS),) if spare else (),
+        homeless=f"1 of {RANKS} ranks have no healthy place left" if out and not spare else "",
         tried=barred,
         rungs=verdict.rungs,
         unfit=verdict.unfit if fault.hardware and fault.scope == "device" else {},
@@ -151,7 +174,10 @@ def _situation(fault: Fault, verdict: Verdict) -> Situation:
     )
 
 
-def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], decision: Decision | None) -> list[str]:
+def _described(
+    fault: Fault, verdict: Verdict, escalations: list[Escalation], decisions: tuple[Decision | None, Decision | None]
+) -> list[str]:
+    """`decisions`: without a spare place, and with one."""
     lines = [
         f"{fault.code}: {fault.title}",
         f"admission   {verdict.axes.admission}",
@@ -164,7 +190,8 @@ def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], de
     if verdict.axes.running != "no" and verdict.axes.admission == "yes" and fault.hardware:
         lines.append("told        by a monitor alone, nothing is done: only when a rank breaks of it")
     lines += [f"escalation  {_words(rule)}" for rule in escalations] or ["escalation  none"]
-    if decision is None:
+    decision, spared = decisions
+    if decision is None or spared is None:
         return [*lines, "would do    nothing to the running job"]
     lines.append(f"would do    {decision.rung} (rule {decision.rule}): {decision.why}")
     for one in decision.candidates:
@@ -173,7 +200,13 @@ def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], de
             f"  {one.rung:<13} {text}"
             + (f"; {verdict.unfit[one.rung]}" if one.rung in verdict.unfit and one.feasible else "")
         )
-    return [*lines, "for one rank of four in training; costs are expectations until the job has measured its own"]
+    if spared.rung is not decision.rung:
+        where = "node" if fault.scope == "node" else "device of its node"
+        lines.append(f"with a spare {where}: {spared.rung} (rule {spared.rule}): {spared.why}")
+    return [
+        *lines,
+        "for one rank of four in training, without a spare place; costs are expectations until the job has measured its own",
+    ]
 
 
 def _words(rule: Escalation) -> str:
