@@ -66,18 +66,79 @@ def test_all_problems_are_listed_with_file_and_rule(rerail: Run, folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("content", "words"),
     [
-        ("polcy = 3\n", "unknown setting 'polcy'; did you mean policy"),
-        ("[policy]\ncode = 3\n", "write each as [[policy]]"),
-        ("this is no toml", "is not valid TOML"),
+        (b"this is no toml", "is not valid TOML"),
+        (b"\xff\xfe\0", "is not valid TOML: byte 1 is no UTF-8; save it as UTF-8 text"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(rerail: Run, folder: Path, text: str, words: str) -> None:
-    (folder / "rerail.toml").write_text(text)
-    code, _, err = rerail("policy", "check")
-    assert code == 2 and "rerail.toml" in err and words in err
+def test_files_that_cannot_be_read_are_named(rerail: Run, folder: Path, content: bytes, words: str) -> None:
+    (folder / "rerail.toml").write_bytes(content)
+    for command in (("policy", "check"), ("faults", "list"), ("run", "train.py")):
+        code, _, err = rerail(*command)
+        assert code == 2 and "rerail.toml" in err and words in err
     assert "no such file" in rerail("policy", "check", "none.toml")[2]
+
+
+def test_wrong_plain_settings_are_listed_with_the_rest(rerail: Run, folder: Path) -> None:
+    (folder / "rerail.toml").write_text(
+        'polcy = 3\nstandbys = "two"\nhang_floor_s = -1\nbeat_s = nan\nhandling = "gracefull"\nescalation = 7\n'
+        '[[policy]]\ncode = 79\nmute_s = 5\n[[policy]]\ncode = "gpu.xdi.*"\nmute_s = 5\n'
+    )
+    code, out, err = rerail("policy", "check")
+    assert (code, out.splitlines()) == (
+        1,
+        [
+            "rerail.toml: unknown setting 'polcy'; did you mean policy?",
+            "rerail.toml: escalation is no list of tables; write each as [[escalation]]",
+            "rerail.toml, setting not accepted: standbys: a whole number is expected here, not text in quotes",
+            "rerail.toml, setting handling is 'gracefull', but must be one of rescheduling, graceful; did you mean graceful?",
+            "rerail.toml, setting hang_floor_s is -1.0, but must not be negative",
+            "rerail.toml, setting beat_s is nan, but a finite number is needed (default 0.1)",
+            "rerail.toml, policy 1: code: a word in quotes or a list of words is expected here, not 79",
+        ],
+    )
+    assert "7 problems" in err
+    code, _, err = rerail("run", "train.py")
+    assert code == 2 and "unknown setting 'polcy'" in err and "5 more problems: rerail policy check" in err
+    (folder / "rerail.toml").write_text('[[policy]]\ncode = "gpu.xdi.*"\nmute_s = 5\n')
+    assert "did you mean gpu.xid.*?" in rerail("policy", "check")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            'restart_limits = "rank=0, node=0, job=0"',
+            "with rank=0 no process could ever be started anew; write 1 or more",
+        ),
+        ('max_restarts = 0\nrungs = "replace_rank,restart_all"', "max_restarts is 0, so of replace_rank restart_all"),
+        ("restart_window_s = nan", "setting restart_window_s is nan, but a finite number is needed (default 3600)"),
+        ("restart_window_s = inf", "setting restart_window_s is inf, but a finite number is needed"),
+        ("restart_window_s = 0", "setting restart_window_s is 0, so no restart would ever count; give it seconds"),
+        (
+            '[[policy]]\ncode = "gpu.xid.48"\nrepair = "reset_device"\nladder = ["restart_all", "stop"]',
+            "policy 1: repair is reset_device, but its ladder (restart_all stop) has no such rung; add reset_device",
+        ),
+        (
+            'reset_limit = 0\n[[policy]]\ncode = "gpu.xid.79"\nrepair = "reset_device"',
+            "policy 1: repair is reset_device, but no device may be reset (settings rungs, reset_limit); allow it",
+        ),
+        ('[[policy]]\nadmission = "no"', "policy 1: it is about every fault everywhere, so with admission no any"),
+    ],
+)
+def test_policies_that_cannot_work_are_not_called_sound(rerail: Run, folder: Path, text: str, words: str) -> None:
+    (folder / "rerail.toml").write_text(text + "\n")
+    code, out, _ = rerail("policy", "check")
+    assert code == 1 and words in out
+
+
+def test_nothing_is_said_against_policies_that_are_only_strict(rerail: Run, folder: Path) -> None:
+    (folder / "rerail.toml").write_text(
+        'max_restarts = 0\nrestart_limits = "rank=1"\nrungs = "replace_rank,restart_all,stop"\n'
+        '[[policy]]\nnode = "rack7-*"\nadmission = "no"\n'
+    )
+    assert rerail("policy", "check")[0] == 0
 
 
 # --- explain ---
@@ -95,6 +156,9 @@ def test_a_fault_is_explained_with_rule_axes_and_costs(rerail: Run, folder: Path
 
 
 def test_an_explanation_as_json_has_verdict_escalation_and_decision(rerail: Run) -> None:
+    for vendors in ("80E01801", "NPU-80E01801", "80e01801"):
+        for command in (("policy", "explain"), ("faults", "show")):
+            assert "npu.80e01801: Ascend HBM" in rerail(*command, vendors)[1]
     found = json.loads(rerail("policy", "explain", "GPU-XID-48", "--json")[1])
     assert found["code"] == "gpu.xid.48" and found["verdict"]["axes"]["repair"] == "reset_device"
     assert [rule["id"] for rule in found["escalation"]] == ["needs-resets", "anything-often"]

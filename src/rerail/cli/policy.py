@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rerail.cli.policy_replay import replay
-from rerail.config import Settings, load_settings, settings_file
+from rerail.config import Settings, read_settings, settings_file
 from rerail.decide.axes import Admission, Repair
 from rerail.decide.choose import choose
 from rerail.decide.escalation import Escalation, Seen
@@ -24,7 +24,7 @@ from rerail.decide.setbacks import FAULTS, rolls_back
 from rerail.decide.situation import Situation
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
-from rerail.faults.catalog import Fault, load_catalog
+from rerail.faults.catalog import Catalog, Fault, load_catalog
 from rerail.flow import Cost, Decision, Diagnosis, Place, Rung
 from rerail.runtime.handling import policy_of, problems_with, shipped_book
 from rerail.texts import listed
@@ -63,16 +63,22 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.policy) if args.policy else settings_file()
     if path is not None and not path.is_file():
         raise UsageError(f"{path}: no such file")
-    settings, origin = load_settings(path), str(path or "default policy")
-    faults = load_catalog(Levels.of(settings).files).faults
-    found = problems_with(settings, faults, origin)
+    settings, wrong = read_settings(path)
+    origin = str(path or "default policy")
+    catalog = load_catalog(Levels.of(settings).files)
+    found = [*(_placed(text, path) for text in wrong), *problems_with(settings, catalog.faults, origin)]
     if args.what == "check":
         return _check(settings, origin, found)
     if found:
         raise UsageError(found[0], hint="rerail policy check says all that is wrong")
     if args.what == "replay":
         return replay(args.run, settings, origin, as_json=args.json)
-    return _explain(args, settings, faults)
+    return _explain(args, settings, catalog)
+
+
+def _placed(text: str, path: Path | None) -> str:
+    """With the file, where a problem does not name its origin."""
+    return f"{path}, {text}" if path is not None and text.startswith("setting ") else text
 
 
 def _check(settings: Settings, origin: str, found: list[str]) -> int:
@@ -86,8 +92,8 @@ def _check(settings: Settings, origin: str, found: list[str]) -> int:
     return 0
 
 
-def _explain(args: argparse.Namespace, settings: Settings, faults: tuple[Fault, ...]) -> int:
-    fault = _find(args.code, faults)
+def _explain(args: argparse.Namespace, settings: Settings, catalog: Catalog) -> int:
+    fault = _find(args.code, catalog)
     policy = policy_of(settings)
     about = About.of(fault, job=args.job, node=args.node)
     verdict = policy.verdict(about)
@@ -111,11 +117,10 @@ def _explain(args: argparse.Namespace, settings: Settings, faults: tuple[Fault, 
     return 0
 
 
-def _find(word: str, faults: tuple[Fault, ...]) -> Fault:
-    for fault in faults:
-        if fault.code == word.lower() or word.upper() in (alias.upper() for alias in fault.aliases):
-            return fault
-    close = difflib.get_close_matches(word, [fault.code for fault in faults], n=3)
+def _find(word: str, catalog: Catalog) -> Fault:
+    if (fault := catalog.find(word)) is not None:
+        return fault
+    close = difflib.get_close_matches(word, [fault.code for fault in catalog.faults], n=3)
     hint = f"did you mean: {', '.join(close)}" if close else "rerail faults list WORD searches"
     raise UsageError(f"there is no fault {word!r}", hint=hint)
 

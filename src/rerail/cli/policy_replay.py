@@ -28,7 +28,6 @@ from rerail.runtime.journal import FILE_NAME, Journal
 from rerail.runtime.quarantining import members_in
 from rerail.wording import counted
 
-
 NOTHING = "nothing"
 """What would be done where a policy leaves ranks in their places."""
 
