@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from rerail import config
+from rerail.runtime.injections import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", re.MULTILINE)
@@ -53,3 +54,10 @@ def test_links_in_the_documents_lead_somewhere() -> None:
         links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text())
         missing = [link for link in links if not (path.parent / link).exists()]
         assert not missing, f"{path.name} links to what is not there"
+
+
+def test_the_guide_has_every_kind_of_fault_that_can_be_injected() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    section = guide.partition("## Trying it out")[2].partition("\n## ")[0]
+    cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`([\w-]+)`", cells)) == set(KINDS)

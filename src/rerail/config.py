@@ -7,10 +7,11 @@ Called by `cli.run`, `runtime.launcher`, the controller and the agents.
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 
 from rerail.errors import ConfigError
 from rerail.texts import bytes_of, limits_of, listed, node_memory
-from rerail.wording import guess, mistyped
+from rerail.wording import counted, guess, mistyped
 
 DEPOTS = "RERAIL_DEPOTS"
 """In a rank's environment: host:port of every node's depot, in the order of the nodes."""
@@ -245,23 +246,40 @@ TABLES = ("policy", "escalation")
 
 def load_settings(path: Path | None = None, env: Mapping[str, str] = os.environ, **explicit: Any) -> Settings:
     """Settings from file, environment and explicit arguments, in rising precedence."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        values.update(_from_file(path))
-    known = {field.name: field.type for field in msgspec.structs.fields(Settings)}
-    for name, kind in known.items():
-        raw = env.get(f"RERAIL_{name.upper()}")
-        if raw is not None and name in TABLES:
-            raise ConfigError(f"environment variable RERAIL_{name.upper()}: [[{name}]] tables stand in {FILE} only")
-        if raw is not None:
-            values[name] = raw if kind is str else _number(raw, f"environment variable RERAIL_{name.upper()}")
-    values.update({name: value for name, value in explicit.items() if value is not None})
-    try:
-        settings = msgspec.convert(values, Settings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"setting not accepted: {mistyped(error)}") from error
-    _check_ranges(settings)
+    settings, wrong = read_settings(path, env, **explicit)
+    if wrong:
+        more = f"\n  ({counted(len(wrong) - 1, 'more problem')}: rerail policy check)" if len(wrong) > 1 else ""
+        raise ConfigError(f"{wrong[0]}{more}")
     return settings
+
+
+def read_settings(
+    path: Path | None = None, env: Mapping[str, str] = os.environ, **explicit: Any
+) -> tuple[Settings, list[str]]:
+    """The same, with everything that is wrong, one sentence each; what cannot be read is left at its default.
+
+    ConfigError: the file itself cannot be read.
+    """
+    values, wrong = _from_file(path) if path is not None else ({}, [])
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    for name, kind in kinds.items():
+        raw, origin = env.get(f"RERAIL_{name.upper()}"), f"environment variable RERAIL_{name.upper()}"
+        if raw is not None and name in TABLES:
+            wrong.append(f"{origin}: [[{name}]] tables stand in {FILE} only")
+        elif raw is not None and kind is not str and _number(raw) is None:
+            wrong.append(f"{origin} is {raw!r}, but a number is needed")
+        elif raw is not None:
+            values[name] = raw if kind is str else _number(raw)
+    values.update({name: value for name, value in explicit.items() if value is not None})
+    fitting = dict(values)
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, Settings)
+        except msgspec.ValidationError as error:
+            wrong.append(f"setting not accepted: {mistyped(error)}")
+            del fitting[name]
+    settings = msgspec.convert(fitting, Settings)
+    return settings, [*wrong, *_out_of_range(settings)]
 
 
 def settings_file() -> Path | None:
@@ -276,32 +294,36 @@ def settings_of_rank(env: Mapping[str, str] = os.environ) -> Settings:
     return settings_decoder.decode(handed) if handed else load_settings(env=env)
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What stands there, and what is wrong with it."""
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid TOML: byte {error.start + 1} is no UTF-8; save it as UTF-8 text"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     known = [field.name for field in msgspec.structs.fields(Settings)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{path}: unknown setting {name!r}{guess(name, known)}")
+    wrong = [f"{path}: unknown setting {name!r}{guess(name, known)}" for name in values if name not in known]
+    values = {name: value for name, value in values.items() if name in known}
     for name in TABLES:
         rows = values.get(name, [])
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ConfigError(f"{path}: {name} is no list of tables; write each as [[{name}]]")
-    return values
+            wrong.append(f"{path}: {name} is no list of tables; write each as [[{name}]]")
+            del values[name]
+    return values, wrong
 
 
-def _number(raw: str, origin: str) -> int | float:
-    try:
-        return int(raw)
-    except ValueError:
+def _number(raw: str) -> int | float | None:
+    for kind in (int, float):
         try:
-            return float(raw)
+            return kind(raw)
         except ValueError:
-            raise ConfigError(f"{origin} is {raw!r}, but a number is needed") from None
+            pass
+    return None
 
 
 def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
@@ -321,39 +343,54 @@ def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _check_ranges(settings: Settings) -> None:
-    limits_of(settings.restart_limits)
+def _out_of_range(settings: Settings) -> Iterator[str]:
+    """Values that cannot be meant, one sentence each."""
+    for read in (
+        lambda: limits_of(settings.restart_limits),
+        lambda: node_memory(settings.node_store) if settings.node_store else 0,
+        lambda: bytes_of(settings.snapshot_memory) if settings.snapshot_memory else 0,
+        lambda: bytes_of(settings.replay_log, "setting replay_log"),
+    ):
+        try:
+            read()
+        except ConfigError as error:
+            yield str(error)
     for name, words in (("handling", HANDLINGS), ("fidelity", FIDELITIES)):
         word = getattr(settings, name)
         if word not in words:
-            raise ConfigError(f"setting {name} is {word!r}, but must be one of {', '.join(words)}{guess(word, words)}")
-    if settings.node_store:
-        node_memory(settings.node_store)
-    if settings.snapshot_memory:
-        bytes_of(settings.snapshot_memory)
-    bytes_of(settings.replay_log, "setting replay_log")
+            yield f"setting {name} is {word!r}, but must be one of {', '.join(words)}{guess(word, words)}"
+    yield from _unknown_items(settings)
+    for field in msgspec.structs.fields(Settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"setting {field.name} is {value}, but a finite number is needed (default {field.default:g})"
+        elif isinstance(value, int | float) and value < 0:
+            yield f"setting {field.name} is {value}, but must not be negative"
+    if settings.restart_window_s == 0:
+        yield (
+            "setting restart_window_s is 0, so no restart would ever count; give it seconds, or leave out of restart_limits "
+            "what is to have no limit"
+        )
+
+
+def _unknown_items(settings: Settings) -> Iterator[str]:
+    """Words in settings that hold several."""
     for item in listed(settings.detectors_off):
         if not fnmatch.filter(DETECTORS, item):
             known = f"; did you mean {item}.*?" if fnmatch.filter(DETECTORS, f"{item}.*") else guess(item, DETECTORS)
             known = known or f" (there are: {' '.join(DETECTORS)})"
-            raise ConfigError(f"setting detectors_off: there is no detector {item!r}{known}")
+            yield f"setting detectors_off: there is no detector {item!r}{known}"
     for item in listed(settings.roll_back):
         if item not in ROLL_BACK:
             known = guess(item, ROLL_BACK) or f" (there are: {', '.join(ROLL_BACK)})"
-            raise ConfigError(f"setting roll_back: there is no fault of the training called {item!r}{known}")
+            yield f"setting roll_back: there is no fault of the training called {item!r}{known}"
     for item in listed(settings.fault_senders):
         if not _SENDER.fullmatch(item):
             parts = ", ".join(_SENDER.findall(item)) or "dcgm, gpud"
-            raise ConfigError(
+            yield (
                 f"setting fault_senders: {item!r} is no name of a sender (letters, digits and . _ - @ : /, with commas between "
                 f"names); did you mean {parts}?"
             )
     for item in listed(settings.notice_files):
         if item not in CLOUDS and not item.startswith("/"):
-            raise ConfigError(
-                f"setting notice_files: {item!r} is neither an absolute file nor one of {', '.join(CLOUDS)}"
-            )
-    for field in msgspec.structs.fields(Settings):
-        value = getattr(settings, field.name)
-        if isinstance(value, int | float) and value < 0:
-            raise ConfigError(f"setting {field.name} is {value}, but must not be negative")
+            yield f"setting notice_files: {item!r} is neither an absolute file nor one of {', '.join(CLOUDS)}"

@@ -56,5 +56,10 @@ def limits_of(text: str) -> dict[str, int]:
             )
         if not given or not number.isdecimal():
             raise ConfigError(f"setting restart_limits: {item!r} is not understood; write {name}=5")
+        if not int(number):
+            raise ConfigError(
+                f"setting restart_limits: with {name}=0 no process could ever be started anew; write 1 or more, leave {name} out for no "
+                "limit, or say by the setting rungs what may be done"
+            )
         found[name] = int(number)
     return found

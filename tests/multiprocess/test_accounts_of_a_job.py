@@ -51,6 +51,19 @@ def test_kills_an_exception_and_a_lost_controller_are_accounted_for(start: Start
     assert any(event["name"] == "build" for event in json.loads(trace.read_text())["traceEvents"])
 
 
+def test_steps_that_a_restart_of_all_computes_again_are_lost_work(start: Start) -> None:
+    env = {"RERAIL_RUNGS": "restart_all, stop", "RERAIL_SNAPSHOT_EVERY": "20"}
+    run = start("ddp", "45", "--sleep", "0.1", "--fault", "die@1@35", ranks=2, env=env)
+    run.finish()
+    (report,) = run.reports()
+    assert report["rung"] == "restart_all" and report["resumed_step"] == 20 and report["lost_steps"] == 15, report
+    assert report["cost"]["t0"] >= 0.1 * report["lost_steps"], "every step sleeps"
+    (recovery,) = run.records("recovery")
+    assert set(recovery.sources.values()) == {"what was left of step 20 in memory, or saved"}, recovery
+    parts = whole(run)["parts"]
+    assert parts["T0 lost work"] >= 0.08 * report["lost_steps"], parts
+
+
 def test_a_job_that_is_stopped_by_its_own_fault_adds_up_too(start: Start) -> None:
     run = start("ddp", "40", "--sleep", "0.02", "--fault", "always@1@10", ranks=2)
     run.process.wait(150)

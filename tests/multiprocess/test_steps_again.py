@@ -16,12 +16,15 @@ ENV = {"RERAIL_SNAPSHOT_EVERY": "20"}
 def test_a_lost_rank_does_its_steps_again_while_the_others_stay_where_they_are(
     start: Start, undisturbed: Digests, style: str
 ) -> None:
-    run = start(style, "60", "--guard-every", "7", "--fault", "die@2@33", env=ENV)
+    # the two pairs of tp meet in nothing but the guard, and one pair may be several steps ahead of the other
+    guard = ("--guard-every", "7") if style == "pp" else ()
+    run = start(style, "60", *guard, "--fault", "die@2@33", env=ENV)
     run.finish()
     (report,) = run.reports()
     assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "exact", 0), report
     (recovery,) = run.records("recovery")
-    assert recovery.resumed_step == 33 and recovery.sources[2].startswith("its snapshot of step 20, steps"), recovery
+    assert recovery.resumed_step == 33 or (style == "tp" and recovery.resumed_step > 33), recovery
+    assert recovery.sources[2].startswith("its snapshot of step 20, steps"), recovery
     assert all(len(pids) == (2 if rank == 2 else 1) for rank, pids in run.pids.items()), run.pids
     assert run.digests == undisturbed(style, "60"), run.told("the same weights")
 

@@ -57,6 +57,22 @@ def test_a_flipped_bit_is_found_its_rank_named_and_the_run_ends_as_if_nothing_ha
     assert run.digests == again.digests, run.told("the weights of an undisturbed run")
 
 
+@pytest.mark.parametrize("fault", ["", "again@1@6"])
+def test_what_was_disputed_is_voted_on_again_when_snapshots_come_at_other_steps(start: Start, fault: str) -> None:
+    """Replicas differ at step 8, a multiple of the first interval only. A newcomer that comes in between votes there, too."""
+    env = {"RERAIL_VOTE_EVERY": "1000", "RERAIL_SNAPSHOT_EVERY": "4"}
+    run = start("ddp", "20", "--flip-at", "6", "--replan", "1000", "--fault", fault, ranks=2, env=env)
+    run.finish()
+    (tie,) = events(run, "training.replicas_tie")
+    named = events(run, "training.replica_differs") + events(run, "training.replicas_recomputed")
+    assert tie.step == 8 and [one.step for one in named] == [8], run.told("a second vote on step 8")
+    assert fault or named[0].rank == 1, run.told("rank 1 to be named")
+    assert len(run.reports()) == (2 if fault else 1), run.reports()
+    again = start("ddp", "20", ranks=2)
+    again.finish()
+    assert run.digests == again.digests, run.told("the weights of an undisturbed run")
+
+
 def test_bits_that_flip_again_and_again_on_both_ranks_leave_no_trace(start: Start) -> None:
     """Also while the same steps are computed again."""
     env = {"RERAIL_ALLOW_INJECT": "1", "RERAIL_VOTE_EVERY": "10"}

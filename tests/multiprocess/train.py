@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--fault", default="")
     parser.add_argument("--guard-every", type=int, default=0)
     parser.add_argument("--flip-at", type=int, default=-1, help="in this step a parameter of rank 1 goes astray")
+    parser.add_argument("--replan", type=int, default=0, help="after a repair: steps between two snapshots")
     parser.add_argument("--inner", action="store_true", help="track the module inside of DDP")
     parser.add_argument("--drift-from", type=int, default=-1, help="from this step on rank 1 goes its own way")
     parser.add_argument("--tell", action="store_true", help="tell the loss to rerail")
@@ -185,6 +186,8 @@ def main() -> None:
         return float(total)
 
     for (batch,) in job.steps(loader, until=args.steps):
+        if args.replan and fabric.generation > 0:
+            job._snapshots.every = args.replan
         with job.step():
             if args.keep and job.version >= 0:
                 keep(model, f"{job.rank}-{job.version}-{os.getpid()}")

@@ -24,6 +24,7 @@ from rerail.flow import (
     Diagnosis,
     Event,
     Phase,
+    Place,
     Recovery,
     Report,
     Role,
@@ -285,6 +286,14 @@ def test_status_of_a_job_that_has_ended(home: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"job": "new", "live": False, "exit_code": 0, "incidents": 2}
 
 
+def test_one_incident_is_one(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path / "single" / FILE_NAME)
+    journal.append(incident(1))
+    journal.close()
+    assert main(["incidents", "--run-dir", str(tmp_path / "single")]) == 0
+    assert "job single: 1 incident, 5.5 s in all" in capsys.readouterr().out
+
+
 def test_commands_have_the_same_shape() -> None:
     for module in (report_command, incidents_command, status_command):
         assert callable(module.add_arguments) and callable(module.run)
@@ -305,6 +314,14 @@ def test_the_line_of_a_repair_tells_its_whole_time_not_that_of_its_last_phase() 
     )
     line = one_line(report, msgspec.structs.replace(recovery, phases=phases))
     assert "replaced in 0.34 s" in line
+    ready = (
+        *phases,
+        Phase(name="rank 1: build", start=0.0, end=3.1),
+        Phase(name="rank 1: rehearse", start=3.1, end=3.6),
+    )
+    moved = msgspec.structs.replace(report, rung=Rung.HOT_SWITCH, moves={2: Place("n03", 3)})
+    line = one_line(moved, msgspec.structs.replace(recovery, rung=Rung.HOT_SWITCH, phases=ready))
+    assert "rank 2 on n03/3; a pause of 0.34 s, no step lost" in line, "training goes on while a spare is made ready"
 
 
 def test_a_restart_that_nobody_can_time_shows_no_times() -> None:

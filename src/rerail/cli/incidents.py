@@ -11,6 +11,7 @@ import msgspec
 
 from rerail.report.summary import fault_times, find_run, reading, reports, seen
 from rerail.report.text import seen_table, table
+from rerail.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print("\n".join([table(found, faults), *seen_table(also)]))
     if found:
-        print(f"job {folder.name}: {len(found)} incidents, {sum(report.cost.total for report in found):.1f} s in all")
+        print(
+            f"job {folder.name}: {counted(len(found), 'incident')}, {sum(report.cost.total for report in found):.1f} s in all"
+        )
         print("more: rerail report N")
     return 0

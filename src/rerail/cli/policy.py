@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from rerail.cli.policy_replay import replay
-from rerail.config import Settings, load_settings, settings_file
-from rerail.decide.axes import Repair
+from rerail.config import Settings, read_settings, settings_file
+from rerail.decide.axes import Admission, Repair
 from rerail.decide.choose import choose
 from rerail.decide.escalation import Escalation, Seen
 from rerail.decide.policy import About, Policy, Verdict
@@ -24,13 +24,17 @@ from rerail.decide.setbacks import FAULTS, rolls_back
 from rerail.decide.situation import Situation
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
-from rerail.faults.catalog import Fault, load_catalog
-from rerail.flow import Cost, Decision, Diagnosis, Rung
+from rerail.faults.catalog import Catalog, Fault, load_catalog
+from rerail.flow import Cost, Decision, Diagnosis, Place, Rung
 from rerail.runtime.handling import policy_of, problems_with, shipped_book
 from rerail.texts import listed
 from rerail.wording import counted
 
 EXIT_WRONG = 1
+RANKS = 4
+"""Of the example that a fault is explained by."""
+OF_THE_RANK = {"script", "exit"}
+"""Where a fault shows that no monitor tells of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,16 +63,22 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.policy) if args.policy else settings_file()
     if path is not None and not path.is_file():
         raise UsageError(f"{path}: no such file")
-    settings, origin = load_settings(path), str(path or "default policy")
-    faults = load_catalog(Levels.of(settings).files).faults
-    found = problems_with(settings, faults, origin)
+    settings, wrong = read_settings(path)
+    origin = str(path or "default policy")
+    catalog = load_catalog(Levels.of(settings).files)
+    found = [*(_placed(text, path) for text in wrong), *problems_with(settings, catalog.faults, origin)]
     if args.what == "check":
         return _check(settings, origin, found)
     if found:
         raise UsageError(found[0], hint="rerail policy check says all that is wrong")
     if args.what == "replay":
         return replay(args.run, settings, origin, as_json=args.json)
-    return _explain(args, settings, faults)
+    return _explain(args, settings, catalog)
+
+
+def _placed(text: str, path: Path | None) -> str:
+    """With the file, where a problem does not name its origin."""
+    return f"{path}, {text}" if path is not None and text.startswith("setting ") else text
 
 
 def _check(settings: Settings, origin: str, found: list[str]) -> int:
@@ -82,32 +92,35 @@ def _check(settings: Settings, origin: str, found: list[str]) -> int:
     return 0
 
 
-def _explain(args: argparse.Namespace, settings: Settings, faults: tuple[Fault, ...]) -> int:
-    fault = _find(args.code, faults)
+def _explain(args: argparse.Namespace, settings: Settings, catalog: Catalog) -> int:
+    fault = _find(args.code, catalog)
     policy = policy_of(settings)
     about = About.of(fault, job=args.job, node=args.node)
     verdict = policy.verdict(about)
     escalations = _escalations(settings, policy, about, verdict)
     acts = verdict.axes.running != "no" or fault.code in rolls_back(listed(settings.roll_back))
-    decision = choose(example(fault), _situation(fault, verdict), at=0.0) if acts else None
+    decision, spared = (
+        choose(example(fault), _situation(fault, verdict, spare=spare), at=0.0) if acts else None
+        for spare in (False, True)
+    )
     if args.json:
         shown: dict[str, Any] = {
             "code": fault.code,
             "verdict": msgspec.to_builtins(verdict),
             "escalation": [msgspec.to_builtins(rule) for rule in escalations],
-            "decision": msgspec.to_builtins(decision) if decision is not None else None,
+            "decision": msgspec.to_builtins(decision),
+            "with_spare": msgspec.to_builtins(spared),
         }
         print(json.dumps(shown))
     else:
-        print("\n".join(_described(fault, verdict, escalations, decision)))
+        print("\n".join(_described(fault, verdict, escalations, (decision, spared))))
     return 0
 
 
-def _find(word: str, faults: tuple[Fault, ...]) -> Fault:
-    for fault in faults:
-        if fault.code == word.lower() or word.upper() in (alias.upper() for alias in fault.aliases):
-            return fault
-    close = difflib.get_close_matches(word, [fault.code for fault in faults], n=3)
+def _find(word: str, catalog: Catalog) -> Fault:
+    if (fault := catalog.find(word)) is not None:
+        return fault
+    close = difflib.get_close_matches(word, [fault.code for fault in catalog.faults], n=3)
     hint = f"did you mean: {', '.join(close)}" if close else "rerail faults list WORD searches"
     raise UsageError(f"there is no fault {word!r}", hint=hint)
 
@@ -135,15 +148,30 @@ def example(fault: Fault) -> Diagnosis:
     )  # fmt: skip
 
 
-def _situation(fault: Fault, verdict: Verdict) -> Situation:
-    """Four ranks in training, three of them well; rungs that the policy does not allow are out."""
+def _situation(fault: Fault, verdict: Verdict, *, spare: bool) -> Situation:
+    """Four ranks in training, three of them well; rungs that the policy does not allow are out.
+
+    Where a monitor tells of such faults it has done so, and the place is out of use where the policy wants that: always where no new
+    work may land there, and where it may not for now as long as there is another place.
+    """
     barred = {rung: "the policy does not allow it" for rung in Rung if rung not in verdict.rungs}
     barred.pop(Rung.STOP, None)
+    by_node = fault.scope == "node"
+    places = {rank: Place(f"n{rank}", 0) if by_node else Place("n1", rank) for rank in range(RANKS)}
+    wanted = (Admission.NO, Admission.NOT_NOW) if spare else (Admission.NO,)
+    told = fault.scope in ("device", "node") and not fault.sources and set(fault.seen) - OF_THE_RANK
+    out = bool(told) and verdict.axes.admission in wanted
+    sick = f"{'node' if by_node else 'device'}:{places[1].node if by_node else places[1]}"
+    gone = {1: f"node {places[1].node} of rank 1 is not connected"} if "agent.lost" in fault.sources else {}
     return Situation(
         aware=True,
         in_training=True,
         settled=True,
-        survivors=3,
+        survivors=RANKS - 1,
+        places=places,
+        barred={1: f"{sick} is out of use: {fault.code}"} if out else gone,
+        free=(Place("n9", 0) if by_node else Place("n1", RANKS),) if spare else (),
+        homeless=f"1 of {RANKS} ranks have no healthy place left" if out and not spare else "",
         tried=barred,
         rungs=verdict.rungs,
         unfit=verdict.unfit if fault.hardware and fault.scope == "device" else {},
@@ -151,7 +179,10 @@ def _situation(fault: Fault, verdict: Verdict) -> Situation:
     )
 
 
-def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], decision: Decision | None) -> list[str]:
+def _described(
+    fault: Fault, verdict: Verdict, escalations: list[Escalation], decisions: tuple[Decision | None, Decision | None]
+) -> list[str]:
+    """`decisions`: without a spare place, and with one."""
     lines = [
         f"{fault.code}: {fault.title}",
         f"admission   {verdict.axes.admission}",
@@ -164,7 +195,8 @@ def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], de
     if verdict.axes.running != "no" and verdict.axes.admission == "yes" and fault.hardware:
         lines.append("told        by a monitor alone, nothing is done: only when a rank breaks of it")
     lines += [f"escalation  {_words(rule)}" for rule in escalations] or ["escalation  none"]
-    if decision is None:
+    decision, spared = decisions
+    if decision is None or spared is None:
         return [*lines, "would do    nothing to the running job"]
     lines.append(f"would do    {decision.rung} (rule {decision.rule}): {decision.why}")
     for one in decision.candidates:
@@ -173,7 +205,13 @@ def _described(fault: Fault, verdict: Verdict, escalations: list[Escalation], de
             f"  {one.rung:<13} {text}"
             + (f"; {verdict.unfit[one.rung]}" if one.rung in verdict.unfit and one.feasible else "")
         )
-    return [*lines, "for one rank of four in training; costs are expectations until the job has measured its own"]
+    if spared.rung is not decision.rung:
+        where = "node" if fault.scope == "node" else "device of its node"
+        lines.append(f"with a spare {where}: {spared.rung} (rule {spared.rule}): {spared.why}")
+    return [
+        *lines,
+        "for one rank of four in training, without a spare place; costs are expectations until the job has measured its own",
+    ]
 
 
 def _words(rule: Escalation) -> str:

@@ -14,16 +14,22 @@ from typing import Any
 import msgspec
 
 from rerail.config import Settings
-from rerail.decide.axes import Admission
-from rerail.decide.escalate import Change
+from rerail.decide.axes import Admission, Axes, Running
+from rerail.decide.budget import EVACUATE
+from rerail.decide.escalate import AT_ONCE, Change, What
 from rerail.decide.policy import Verdict
+from rerail.decide.subjects import node_of
 from rerail.detect.levels import Levels
 from rerail.flow import AnyRecord, Candidate, Decision, Diagnosis, Event, Rung, Signal
 from rerail.report.summary import find_run
 from rerail.runtime.handling import Handling
+from rerail.runtime.isolation import MANUAL
 from rerail.runtime.journal import FILE_NAME, Journal
 from rerail.runtime.quarantining import members_in
 from rerail.wording import counted
+
+NOTHING = "nothing"
+"""What would be done where a policy leaves ranks in their places."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +39,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     node: str
     done: Rung
-    would: Rung
+    would: str
+    """A rung, or NOTHING."""
     why: str
     verdict: Verdict
 
@@ -80,7 +87,7 @@ def walk(records: list[AnyRecord], handling: Handling) -> tuple[list[Step], list
             if payload.get("subject") and not (over or seen.mute_s) and seen.axes.admission is Admission.NO:
                 changes += handling.isolate(seen, record.at)
         elif isinstance(record, Decision) and record.cause_id in diagnoses:
-            steps.append(_step(record, diagnoses[record.cause_id], handling))
+            steps.append(_step(record, diagnoses[record.cause_id], handling, changes))
     end = max((record.at for record in records), default=0.0)
     return steps, [*changes, *_ticks(handling, end + handling.book.storm_s)]
 
@@ -96,10 +103,15 @@ def _ticks(handling: Handling, until: float) -> list[Change]:
     return changes
 
 
-def _step(decision: Decision, diagnosis: Diagnosis, handling: Handling) -> Step:
+def _step(decision: Decision, diagnosis: Diagnosis, handling: Handling, changes: list[Change]) -> Step:
     verdict = handling.verdict(diagnosis.code, node=diagnosis.node)
-    if decision.rung in verdict.rungs:
-        would, why = decision.rung, "the policy allows it"
+    would: str = decision.rung
+    if diagnosis.code == MANUAL:
+        why = "put out of use by hand, whatever the policy says"
+    elif diagnosis.rule == EVACUATE and not _leaves(diagnosis, verdict, handling, changes):
+        would, why = NOTHING, f"only a monitor told, and rule {verdict.rule} lets the ranks stay"
+    elif decision.rung in verdict.rungs:
+        why = "the policy allows it"
     else:
         would = _cheapest(decision.candidates, verdict)
         why = f"rule {verdict.rule} does not allow {decision.rung}"
@@ -114,6 +126,24 @@ def _step(decision: Decision, diagnosis: Diagnosis, handling: Handling) -> Step:
     )
 
 
+def _leaves(diagnosis: Diagnosis, verdict: Verdict, handling: Handling, changes: list[Change]) -> bool:
+    """Whether ranks that still work would have had to leave their place: by the fault itself, or because it came often or lasted."""
+    code, node = diagnosis.code, f"node:{diagnosis.node}"
+    for entry in handling.ledger.quarantine.values():
+        if (entry.code, node_of(entry.subject)) == (code, node) and entry.rule != AT_ONCE.id:
+            return True
+    stronger = [
+        one for one in changes if one.what is What.STRONGER and (one.code, node_of(one.subject)) == (code, node)
+    ]
+    if any(_moves(one.axes) for one in stronger):
+        return True
+    return not verdict.mute_s and _moves(verdict.axes)
+
+
+def _moves(axes: Axes) -> bool:
+    return axes.admission is not Admission.YES and axes.running is not Running.NO
+
+
 def _cheapest(candidates: tuple[Candidate, ...], verdict: Verdict) -> Rung:
     """Of what could be done then and may be done now; the job is stopped where nothing is left."""
     found = [one for one in candidates if one.feasible and one.rung in verdict.rungs and one.rung is not Rung.STOP]
@@ -123,12 +153,13 @@ def _cheapest(candidates: tuple[Candidate, ...], verdict: Verdict) -> Rung:
 def _described(steps: list[Step], changes: list[Change], handling: Handling, origin: str) -> list[str]:
     told = [(change.at, f"{_clock(change.at)}  {change.what}: {change.text}") for change in changes]
     for step in steps:
-        mark = "same" if step.done is step.would else "other"
+        mark = "same" if step.done == step.would else "other"
         muted = f", muted for {step.verdict.mute_s:g} s" if step.verdict.mute_s else ""
         what = f"{step.code} on {step.node}: done {step.done}, would {step.would} ({mark}: {step.why})"
-        told.append((step.at, f"{_clock(step.at)}  {what}\n          {step.verdict.axes}{muted}"))
+        asked = f"\n          {step.verdict.axes}{muted}" if step.code != MANUAL else ""
+        told.append((step.at, f"{_clock(step.at)}  {what}{asked}"))
     lines = [text for _, text in sorted(told, key=lambda one: one[0])]
-    other = sum(step.done is not step.would for step in steps)
+    other = sum(step.done != step.would for step in steps)
     lines.append(
         f"{origin}: {counted(len(steps), 'decision')}, {other} of them otherwise; "
         f"{counted(len(handling.ledger.quarantine), 'thing')} would be in quarantine"

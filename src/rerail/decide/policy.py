@@ -114,6 +114,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[Rule, ...] = ()
     handling: str = HANDLINGS[0]
     rungs: tuple[Rung, ...] = tuple(Rung)
+    restarts: int = 1
+    """How often all ranks may be started again."""
+    resets: int = 1
+    """How often a device may be reset within a while."""
 
     @classmethod
     def of(cls, settings: Settings, levels: Levels, origin: str = "rerail.toml") -> Policy:
@@ -123,6 +127,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             rules=rules_of(settings.policy, levels, origin),
             handling=settings.handling,
             rungs=rungs_of(settings.rungs),
+            restarts=settings.max_restarts,
+            resets=settings.reset_limit,
         )
 
     def mapped(self, about: About) -> Axes:

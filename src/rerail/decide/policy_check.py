@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
+from rerail.decide.axes import Admission, Repair
 from rerail.decide.policy import About, Policy, Rule
 from rerail.faults.catalog import CLASSES, Fault
 from rerail.flow import Rung
@@ -29,16 +30,26 @@ def problems(policy: Policy, faults: Sequence[Fault], origin: str = "rerail.toml
         *_empty(policy, matched, origin),
         *_shadowed(policy, matched, origin),
         *_without_rung(policy, faults, origin),
+        *_without_reset(policy, origin),
+        *_too_wide(policy, matched, faults, origin),
     ]
 
 
 def unmatched(globs: Sequence[str], codes: Sequence[str]) -> list[str]:
     """Sentences about wildcards that fit no code."""
     return [
-        f"code {glob!r} fits no fault that is known{guess(glob, codes) or ' (rerail faults list)'}"
+        f"code {glob!r} fits no fault that is known{guess(glob, _like(glob, codes)) or ' (rerail faults list)'}"
         for glob in globs
         if not fnmatch.filter(codes, glob)
     ]
+
+
+def _like(glob: str, codes: Sequence[str]) -> Sequence[str]:
+    """What may have been meant: a family of codes (`gpu.xid.*`) by one that ends in a wildcard, else a code."""
+    if not glob.endswith(".*"):
+        return codes
+    parts = [code.split(".") for code in codes]
+    return sorted({".".join([*one[:length], "*"]) for one in parts for length in range(1, len(one))})
 
 
 def _unknown_words(policy: Policy, faults: Sequence[Fault], origin: str) -> list[str]:
@@ -143,6 +154,12 @@ def _without_rung(policy: Policy, faults: Sequence[Fault], origin: str) -> list[
         example = "process.killed (a process is gone)"
         given = " ".join(policy.rungs)
         return [f"{origin}, setting rungs: with {given} alone, {example} would have no rung left; {advice}"]
+    if not policy.restarts and Rung.STOP not in policy.rungs:
+        given = " ".join(policy.rungs)
+        return [
+            f"{origin}, setting rungs: max_restarts is 0, so of {given} restart_all can never be taken, and nothing would be left when the "
+            "others fail; add stop, or allow restarts"
+        ]
     found = []
     for number, rule in enumerate(policy.rules, 1):
         if rule.ladder is None:
@@ -161,3 +178,31 @@ def _without_rung(policy: Policy, faults: Sequence[Fault], origin: str) -> list[
                 f"{where}: with {' '.join(allowed)} alone, {whose} would have no rung left when that fails; {advice}"
             )
     return found
+
+
+def _without_reset(policy: Policy, origin: str) -> list[str]:
+    """Rules that ask for a reset which may never be done."""
+    found = []
+    for number, rule in enumerate(policy.rules, 1):
+        where, wants = f"{origin}, policy {number}", rule.repair is Repair.RESET_DEVICE and not rule.level
+        if wants and rule.ladder is not None and Rung.RESET_DEVICE not in rule.ladder:
+            given = " ".join(rule.ladder)
+            found.append(
+                f"{where}: repair is reset_device, but its ladder ({given}) has no such rung; add reset_device, or leave repair out"
+            )
+        elif wants and (Rung.RESET_DEVICE not in policy.rungs or not policy.resets):
+            found.append(
+                f"{where}: repair is reset_device, but no device may be reset (settings rungs, reset_limit); allow it, or leave repair out"
+            )
+    return found
+
+
+def _too_wide(policy: Policy, matched: Sequence[frozenset[str]], faults: Sequence[Fault], origin: str) -> list[str]:
+    """Rules by which any fault at all takes its place out of use."""
+    every = frozenset(fault.code for fault in faults)
+    return [
+        f"{origin}, policy {number}: it is about every fault everywhere, so with admission no any of them, however small, would put its "
+        "place out of use; name a code, class, scope, job or node"
+        for number, (rule, codes) in enumerate(zip(policy.rules, matched, strict=True), 1)
+        if rule.admission is Admission.NO and codes == every and not (rule.job or rule.node)
+    ]

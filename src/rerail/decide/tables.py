@@ -72,6 +72,8 @@ def _converted(table: Mapping[str, Any], kind: type[R], shape: Shape, where: str
             raise ConfigError(f"{where}: there is no key {key!r}{guess(key, fields) or there_are(fields)}")
     row = {key: [value] if key in shape.lists and isinstance(value, str) else value for key, value in table.items()}
     for key in shape.lists:
+        if key in row and not isinstance(row[key], list):
+            raise ConfigError(f"{where}: {key}: a word in quotes or a list of words is expected here, not {row[key]}")
         if row.get(key) == []:
             raise ConfigError(f"{where}: {key} is empty, which would mean any; name some, or leave it out")
     for key, known in shape.choices.items():

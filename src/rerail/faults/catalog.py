@@ -175,8 +175,12 @@ class Catalog:
         return self._by_code["unknown"]
 
     def find(self, word: str) -> Fault | None:
-        """By code, or by what another catalogue calls it."""
-        return self._by_code.get(word.lower()) or self._by_alias.get(word.upper())
+        """By code, by what another catalogue calls it, or by the vendor's bare id (80E01801) where only one has it."""
+        found = self._by_code.get(word.lower()) or self._by_alias.get(word.upper())
+        if found is not None or not any(letter.isdigit() for letter in word):
+            return found
+        bare = [fault for fault in self.faults if fault.code.rpartition(".")[2] == word.lower()]
+        return bare[0] if len(bare) == 1 else None
 
     def with_text(self) -> list[Fault]:
         return [fault for fault in self.faults if fault.pattern]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from rerail.flow import Cost, Diagnosis, Fidelity, Recovery, Report, Rung, new_id
 from rerail.recover.stages import Marks
-from rerail.report.timeline import Timeline, lost_steps, measure, phases
+from rerail.report.timeline import STAGES, Timeline, lost_steps, measure, phases
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
 from rerail.runtime.plans import Source
@@ -52,7 +52,7 @@ def compose(
         ok=ok,
         attempts=incident.attempts,
         resumed_step=line.resumed_version if not stopped else -1,
-        sources={rank: source_in_words(source) for rank, source in sources.items()} if not stopped else {},
+        sources={rank: _found(source, line.resumed_version) for rank, source in sources.items()} if not stopped else {},
         phases=phases(line) if not stopped else (),
         detail=detail or decision.why,
     )
@@ -100,7 +100,8 @@ def controller_lost(diagnosis: Diagnosis, number: int, down_s: float, links: tup
 
 def one_line(report: Report, recovery: Recovery) -> str:
     """What the user reads while the job runs."""
-    took = f"{max(phase.end for phase in recovery.phases):.2f} s" if recovery.phases else ""
+    ends = [phase.end for phase in recovery.phases if phase.name in STAGES]
+    took = f"{max(ends):.2f} s" if ends else ""
     if report.rung is Rung.STOP:
         return f"{report.summary}: stopped, {recovery.detail}"
     if not report.ok:
@@ -152,6 +153,13 @@ def source_in_words(source: Source) -> str:
     if source.at >= 0:
         return f"its {source.kind if source.kind == 'snapshot' else 'state'} of step {source.at}, steps since then done again by it alone"
     return f"replica {source.rank}" if source.kind == "replica" else source.kind
+
+
+def _found(source: Source, resumed: int) -> str:
+    """The same once all have gone on. What new processes of all ranks find in memory or on disk no plan can know."""
+    if source.kind == "initial" and resumed > 0:
+        return f"what was left of step {resumed} in memory, or saved"
+    return source_in_words(source)
 
 
 def _inexact(sources: Mapping[int, Source]) -> bool:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from rerail.flow import Cost, Phase
 from rerail.runtime.wire import Formed, Parked, Resumed
 
+STAGES = ("reschedule", "form", "replay")
+"""Phases that follow each other and make up the whole interruption; others tell what ranks did within them, or before a hot switch."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -61,7 +64,7 @@ def phases(line: Timeline) -> tuple[Phase, ...]:
     # ranks of a script that knows nothing of rerail do not tell when they go on: then there is no end to speak of
     ended = line.ended if line.formed_at else 0.0
     formed_at = line.formed_at - _again_s(line) if line.formed_at else 0.0
-    for name, at in (("reschedule", line.parked_at), ("form", formed_at), ("replay", ended)):
+    for name, at in zip(STAGES, (line.parked_at, formed_at, ended), strict=True):
         if at:
             end = max(start, at - line.opened)
             found.append(Phase(name=name, start=start, end=end))

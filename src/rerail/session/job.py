@@ -387,7 +387,7 @@ class Job:
             self._telemetry.committed(self._version, took, self._snapshots.stalled_s)
             self._clock.enter(Phase.OUTSIDE)
         if self._announce >= 0 and self._rejoin is not None:
-            usual = statistics.median(self._durations) if self._durations else 0.0
+            usual = statistics.median(self._durations) if self._durations else self._telemetry.before_s
             self._rejoin.resumed(self._announce, took, usual)
             self._announce = -1
         else:

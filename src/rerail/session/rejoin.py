@@ -299,6 +299,7 @@ class Rejoiner:
             raise JobStopped(f"the seat of rank {job.rank} is given up: the job goes on without it")
         served = self._served if plan.store_rank == job.rank else None
         fabric.form(plan.generation, lambda: served or fabric.dial(plan.store_host, plan.store_port), plan.members)
+        job._votes.meet()
         connected = time.monotonic()
         # From here until all is loaded this rank is not whole, and a fault must not find it called so.
         self._intact = self._intact and plan.sources[job.rank].kind == "own"

@@ -6,6 +6,7 @@ Written to the step clock page, where the agent reads it, so that slow ranks and
 
 from __future__ import annotations
 
+import statistics
 import time
 
 from rerail.runtime.clock import METRICS, StepClock
@@ -20,6 +21,9 @@ class Telemetry:
         self._clock = clock
         self._data = self._saving = self._waited = 0.0
         self._begun = 0.0
+        left = clock.durations() if clock is not None else ()
+        self.before_s = statistics.median(left) if left else 0.0
+        """What a step usually took in earlier processes of this rank; 0 if there were none."""
 
     def fetched(self, began: float, got: float) -> None:
         """The batch took from `began` to `got`; what came after it until now went into a snapshot or checkpoint."""

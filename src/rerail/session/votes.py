@@ -2,7 +2,8 @@
 
 Every `vote_every` steps, and whenever a snapshot or a checkpoint is taken, each rank adds up the bits of its parameters and
 optimizer state, and all see each other's sums. Snapshots on which the replicas agreed are what a job can safely go back to.
-When they differ, the controller has all ranks go back to one and compute the same steps again. Called by `session.job`.
+When they differ, the controller has all ranks go back to one and compute the same steps again. Called by `session.job`, and by
+`session.rejoin` for each new generation.
 """
 
 from __future__ import annotations
@@ -58,11 +59,29 @@ class Votes:
         self._told = False
 
     def due(self) -> bool:
-        """By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former."""
+        """By the small state of this version, not by what a void attempt has agreed: a newcomer knows only the former.
+
+        A version that was disputed is voted on again whatever the interval of snapshots has come to since: only there does it show who
+        was wrong. All know of it alike (`meet`).
+        """
         small, version = self._job._small, self._job._version
         if not self._every or small is None or self._job.rehearsing or fabric.interrupted:
             return False
-        return version % self._every == 0 or version % max(1, small.snapshot_every) == 0 or version == small.saves[1]
+        if version % self._every == 0 or version == self._disputed:
+            return True
+        return version % max(1, small.snapshot_every) == 0 or version == small.saves[1]
+
+    def meet(self) -> None:
+        """While a generation is formed, on every rank: hear of the version that was disputed.
+
+        A newcomer does not know it, nor does a rank whose last vote a fault broke off; whether a vote is due must be the same for all.
+        """
+        if self._every:
+            newest = torch.tensor([self._disputed], dtype=torch.int64)
+            with hearing.paused():
+                dist.all_reduce(newest, dist.ReduceOp.MAX)
+            if fabric.mode is Mode.LIVE:
+                self._disputed = int(newest.item())
 
     def agree_at_the_end(self) -> bool:
         """Before the last step is saved. False when all go back, or a fault elsewhere needs this rank."""
