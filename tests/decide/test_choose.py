@@ -54,6 +54,8 @@ GONE = {2: "the node of a lost rank is not connected"}
         (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}, "free": (Place("m", 0),)}, Rung.SWAP_NODE, "place-doubted"),
         (EVACUATED, {"free": (Place("m", 0),)}, Rung.HOT_SWITCH, "hot-switch"),
         (EVACUATED, {"free": (Place("n", 9),), "tried": {Rung.HOT_SWITCH: "no"}}, Rung.SWAP_DEVICE, "evacuate"),
+        (EVACUATED, {"tried": {Rung.RESET_DEVICE: "no"}, "wants_reset": True}, Rung.REPLACE_RANK, "reset-failed"),
+        (EVACUATED, {"tried": {Rung.RESET_DEVICE: "no"}, "free": (Place("n", 9),)}, Rung.HOT_SWITCH, "hot-switch"),
         (KILLED, {"exited": 1}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"aware": False, "budget": Budget(restarts_used=3)}, Rung.STOP, "budget-used-up"),

@@ -179,6 +179,33 @@ def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> No
     assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
 
 
+def test_a_reset_that_has_failed_is_told_and_not_tried_again_for_the_same_sighting() -> None:
+    said: list[str] = []
+    found = fleet(resets=True)
+    keeper, handling = isolation(found, said, reset_limit=2)
+    tell(keeper, "gpu.xid.48", "gpu0", at=10.0)
+    diagnosis = keeper.evacuation("j", 10.0)
+    assert diagnosis is not None and diagnosis.ranks == (0,)
+    ended = {Place("n1", 0): "device n1/0 could not be reset: false: exit code 1"}
+    keeper.were_reset(ended, 11.0)
+    assert said == ["device n1/0 could not be reset: false: exit code 1"] and not ended
+    assert keeper.evacuation("j", 12.0) is None and "rank 0 stays in place" in said[-1]
+    again = Isolation(found, handling, said.append)
+    assert again.evacuation("j", 12.0) is None, "a new controller knows, too"
+    found.agents["n1"].devices = 3
+    again.refresh()
+    assert again.evacuation("j", 13.0) is not None, "there is another place now"
+
+
+def test_a_fault_that_a_reset_repairs_moves_nobody_where_the_budget_of_resets_is_used_up() -> None:
+    said: list[str] = []
+    found = fleet(resets=True)
+    keeper, handling = isolation(found, said, reset_limit=1)
+    handling.reset_done("device:n1/0", 1.0)
+    tell(keeper, "gpu.xid.48", "gpu0", at=10.0)
+    assert keeper.evacuation("j", 10.0) is None and "rank 0 stays in place" in said[-1]
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_spare_node_on_probation_is_used_only_if_it_passes_its_check(ok: bool) -> None:
     said: list[str] = []

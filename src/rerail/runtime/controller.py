@@ -185,7 +185,7 @@ class Controller:
 
     def _evacuate(self) -> Diagnosis | None:
         """Nothing is broken, but somebody is where nobody should be."""
-        self.isolation.were_reset(self.execution.resets.finished, time.time())
+        self.isolation.were_reset(self.execution.resets.ended, time.time())
         self.isolation.tick(time.time())
         found = self.isolation.evacuation(self.spec.job, time.time()) if self._calm else None
         if found is not None:

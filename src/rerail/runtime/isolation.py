@@ -17,7 +17,7 @@ from rerail.decide.escalation import Seen
 from rerail.decide.quarantine import Entry
 from rerail.decide.subjects import kind_of
 from rerail.detect.kernel_log import KernelLog
-from rerail.flow import Diagnosis, Event, Place, Signal, new_id
+from rerail.flow import Diagnosis, Event, Place, Rung, Signal, new_id
 from rerail.runtime.fleet import Fleet, Rank, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
@@ -37,6 +37,8 @@ class Passing(NamedTuple):
     code: str
     message: str
     axes: Axes
+    at: float = 0.0
+    """When it was seen last, by the wall clock."""
     lasting: bool = False
     """It counts for more than by itself until the ledger calls it over; otherwise until its monitor does."""
 
@@ -63,7 +65,7 @@ class Isolation:
         """Ranks that were to leave a place and did not, or had nowhere to go."""
         for one in handling.ledger.standing.values():  # of which a former controller was told
             if one.gone_since < 0 and (one.occurred or not one.seen.mute_s):
-                self._stands(one.seen, one.since, one.seen.evidence)
+                self._stands(one.seen, one.last, one.seen.evidence)
         self.refresh()
 
     def heard(self, signal: Signal, event: Event) -> None:
@@ -88,7 +90,7 @@ class Isolation:
         elif seen.axes.admission is Admission.NO:
             self._take(self._handling.isolate(seen, at))
         elif seen.axes.admission is Admission.NOT_NOW:
-            self._passing[key] = Passing(seen.code, message, seen.axes)
+            self._passing[key] = Passing(seen.code, message, seen.axes, at)
 
     def blamed(self, event: Event) -> None:
         """A rank or node of the job broke: how often that happens is counted where its hardware is at fault."""
@@ -108,14 +110,17 @@ class Isolation:
             self.refresh()
             self._check_probation()
 
-    def were_reset(self, places: list[Place], wall: float) -> None:
-        """Faults that a reset repairs are gone with it; the list is emptied."""
-        for place in places:
+    def were_reset(self, ended: dict[Place, str], wall: float) -> None:
+        """Faults that a reset repairs are gone with it, unless it has failed, which is said; what has ended is emptied."""
+        for place, failed in ended.items():
             device = f"device:{place}"
             self._handling.reset_done(device, wall)
-            self._passing = {key: one for key, one in self._passing.items() if key[1] != device}
+            if failed:
+                self._tell(failed)
+            else:
+                self._passing = {key: one for key, one in self._passing.items() if key[1] != device}
             self.refresh()
-        places.clear()
+        ended.clear()
 
     def _check_probation(self) -> None:
         """What was long enough without a fault is tested once more before it is used."""
@@ -191,7 +196,7 @@ class Isolation:
         place = sick[0].place
         code, why = self._code(place), self._why(place)
         leaving = [rank for rank in sick if self._code(rank.place) == code]
-        if not self._can_reset(leaving, code):
+        if not self._can_reset(leaving, code, at):
             free = len(fleet.free())
             for rank in leaving[free:]:
                 self._note_try(rank, stuck=True)
@@ -224,7 +229,7 @@ class Isolation:
         if diagnosis is None or diagnosis.rule != EVACUATE or fleet.generation != fleet.formed_generation:
             return False
         leaving = [fleet.ranks[rank] for rank in diagnosis.ranks]
-        return len(fleet.free()) < len(leaving) and not self._can_reset(leaving, diagnosis.code)
+        return len(fleet.free()) < len(leaving) and not self._can_reset(leaving, diagnosis.code, diagnosis.at)
 
     def _note_try(self, rank: Rank, *, stuck: bool) -> None:
         free, before = frozenset(self._fleet.free()), self._tried.get((rank.rank, rank.place))
@@ -250,9 +255,25 @@ class Isolation:
         entry, passing = self._entry(place), self._passing_at(place)
         return _out_of_use(entry) if entry is not None else passing.message if passing is not None else ""
 
-    def _can_reset(self, leaving: list[Rank], code: str) -> bool:
-        wanted = self._handling.verdict(code).axes.repair is Repair.RESET_DEVICE
-        return wanted and all(self._fleet.agents[rank.node].resets for rank in leaving)
+    def _can_reset(self, leaving: list[Rank], code: str, at: float) -> bool:
+        verdict = self._handling.verdict(code)
+        wanted = verdict.axes.repair is Repair.RESET_DEVICE and Rung.RESET_DEVICE in verdict.rungs
+        return wanted and all(
+            self._fleet.agents[rank.node].resets
+            and not self._was_reset(rank.place)
+            and not self._handling.may_reset(f"device:{rank.place}", at)
+            for rank in leaving
+        )
+
+    def _was_reset(self, place: Place) -> bool:
+        """Whether that was tried since a fault was last seen there: what it did not help against, it will not the next time."""
+        tried, entry, passing = (
+            self._handling.last_reset(f"device:{place}"),
+            self._entry(place),
+            self._passing_at(place),
+        )
+        seen = max(entry.last_fault if entry is not None else 0.0, passing.at if passing is not None else 0.0)
+        return tried is not None and tried >= seen
 
     def _code(self, place: Place) -> str:
         known = self._entry(place) or self._passing_at(place)
@@ -282,7 +303,7 @@ class Isolation:
             if change.what is What.STRONGER and change.rule:
                 if change.axes.admission is not Admission.YES:
                     self._passing[change.code, change.subject] = Passing(
-                        change.code, change.text, change.axes, lasting=True
+                        change.code, change.text, change.axes, change.at, lasting=True
                     )
             elif change.what is What.STRONGER:  # no longer muted
                 seen = Seen(code=change.code, subject=change.subject, axes=change.axes, evidence=change.text)
