@@ -9,11 +9,13 @@ import pytest
 
 from rerail.config import Settings
 from rerail.decide.quarantine import Entry
+from rerail.diagnose.classify import Classifier
 from rerail.faults.catalog import load_catalog
 from rerail.flow import Event, Place, Severity, Signal
 from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.isolation import Isolation, members_of, place_of, spellings
+from rerail.runtime.machines import Machines
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
 
 CATALOG = load_catalog()
@@ -177,6 +179,50 @@ def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> No
     keeper.refresh()
     diagnosis = keeper.evacuation("j", 3.0)
     assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
+
+
+DIFFERS = "training.replica_differs"
+
+
+def vote(keeper: Isolation, said: list[str], state: str = "replayed", rank: int = 1) -> None:
+    """As the controller hears it: the same steps were computed again, and now it shows who was wrong."""
+    payload: dict[str, Any] = {"state": state, "message": "at step 100", "subject": f"rank {rank}"}
+    signal = Signal(id="s", job="j", at=1.0, source="training.vote", node="n1", rank=rank, payload=payload)
+    Machines(Classifier(CATALOG), said.append, told=keeper.heard).heard(signal, None)
+
+
+def test_the_place_of_a_rank_that_a_vote_names_is_left_for_a_spare_one_the_first_time() -> None:
+    said: list[str] = []
+    found = fleet(spares=1)
+    keeper, _ = isolation(found, said)
+    vote(keeper, said)
+    assert found.bar(1) and any("device:n1/1 is out of use" in line and DIFFERS in line for line in said)
+    diagnosis = keeper.evacuation("j", 2.0)
+    assert diagnosis is not None and diagnosis.ranks == (1,) and diagnosis.code == DIFFERS
+
+
+def test_without_another_place_the_rank_that_a_vote_names_stays_and_that_is_said() -> None:
+    said: list[str] = []
+    found = fleet()
+    keeper, handling = isolation(found, said)
+    event = Event(id="e", job="j", at=1.0, code=DIFFERS, node="n1", rank=1, severity=Severity.CRITICAL)
+    keeper.blamed(event)
+    assert "device:n1/1" in handling.ledger.quarantine and not found.homeless() and not found.bar(1)
+    assert keeper.evacuation("j", 2.0) is None
+    assert f"rank 1 stays in place, though device:n1/1 is out of use: {DIFFERS}: there is no other" in said[-1]
+
+
+def test_a_vote_that_names_nobody_or_that_the_policy_says_nothing_of_takes_nothing_away() -> None:
+    found = fleet(spares=1)
+    keeper, _ = isolation(found, [])
+    vote(keeper, [], "tie", -1)
+    assert not found.isolated
+    keeper, _ = isolation(found, [], policy=({"code": DIFFERS, "admission": "yes"},))
+    vote(keeper, [])
+    assert not found.isolated
+    keeper, _ = isolation(found, [], policy=({"code": DIFFERS, "running": "no"},))
+    vote(keeper, [])
+    assert found.isolated and keeper.evacuation("j", 2.0) is None, "what runs there may finish"
 
 
 def test_a_reset_that_has_failed_is_told_and_not_tried_again_for_the_same_sighting() -> None:

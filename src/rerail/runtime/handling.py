@@ -16,7 +16,7 @@ import msgspec
 from rerail.config import Settings
 from rerail.decide.axes import Levels, parse_levels
 from rerail.decide.escalate import Change, Ledger
-from rerail.decide.escalation import Book, Seen, book_of, escalation_problems
+from rerail.decide.escalation import AT_ONCE, Book, Escalation, Seen, book_of, escalation_problems
 from rerail.decide.policy import GRACEFUL, About, Policy, Verdict
 from rerail.decide.policy_check import problems, unmatched
 from rerail.decide.quarantine import Entry
@@ -166,9 +166,9 @@ class Handling:
         """Whether ranks may be placed there."""
         return self.ledger.quarantined(subject) is None
 
-    def isolate(self, seen: Seen, at: float) -> list[Change]:
+    def isolate(self, seen: Seen, at: float, rule: Escalation = AT_ONCE) -> list[Change]:
         """Put it into quarantine at once, because of what the fault is; never the last one."""
-        return self._changed(self.ledger.isolate(seen, at, self.book, self.members))
+        return self._changed(self.ledger.isolate(seen, at, self.book, self.members, rule))
 
     def add(self, entry: Entry, members: Collection[str], *, force: bool = False) -> None:
         """By hand."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from rerail.decide.axes import Admission, Axes, Repair, Running
 from rerail.decide.budget import EVACUATE
-from rerail.decide.escalate import AT_ONCE, Change, Ledger, What
-from rerail.decide.escalation import Seen
+from rerail.decide.escalate import Change, Ledger, What
+from rerail.decide.escalation import AT_ONCE, BY_VOTE, Escalation, Seen
 from rerail.decide.quarantine import Entry
 from rerail.decide.subjects import kind_of
 from rerail.detect.kernel_log import KernelLog
@@ -27,6 +27,8 @@ SAID = (What.STRONGER, What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION
 """Changes that are worth a line on the screen."""
 MANUAL = "place.quarantined"
 """Code of an evacuation that no fault has led to."""
+NAMED = "training.replica_differs"
+"""Code of a rank whose replicas agree on another state than it has: no monitor says so, but a vote."""
 TRIES = 3
 """Times that a rank is to leave a place for the same better ones: another fault may have come in between."""
 
@@ -69,7 +71,10 @@ class Isolation:
         self.refresh()
 
     def heard(self, signal: Signal, event: Event) -> None:
-        """A monitor has told of a machine."""
+        """A monitor has told of a machine, or a vote has named a rank."""
+        if event.code == NAMED and event.rank >= 0:
+            self.blamed(event)
+            return
         subject, over = str(signal.payload.get("subject", "")), bool(signal.payload.get("over"))
         self._refresh_members()
         once = signal.payload.get("detector") == KernelLog.name
@@ -79,7 +84,7 @@ class Isolation:
             self._stands(seen, event.at, event.message or f"{seen.subject}: {seen.code}")
         self.refresh()
 
-    def _stands(self, seen: Seen, at: float, message: str) -> None:
+    def _stands(self, seen: Seen, at: float, message: str, rule: Escalation = AT_ONCE) -> None:
         """A fault keeps new work away for good, or for as long as it is there."""
         key = seen.code, seen.subject
         known = self._passing.get(key)
@@ -88,18 +93,25 @@ class Isolation:
         if seen.over:
             self._passing.pop(key, None)
         elif seen.axes.admission is Admission.NO:
-            self._take(self._handling.isolate(seen, at))
+            self._take(self._handling.isolate(seen, at, rule))
         elif seen.axes.admission is Admission.NOT_NOW:
             self._passing[key] = Passing(seen.code, message, seen.axes, at)
 
     def blamed(self, event: Event) -> None:
-        """A rank or node of the job broke: how often that happens is counted where its hardware is at fault."""
+        """A rank or node of the job broke: how often that happens is counted where its hardware is at fault.
+
+        Of one that a vote has named, what the policy says of its place holds the first time.
+        """
         rank, seen = self._fleet.ranks.get(event.rank), self._handling.seen(event)
         subject = f"node:{event.node}" if rank is None or seen.scope == "node" else f"device:{rank.place}"
-        if seen.hardware:
-            self._refresh_members()
-            self._take(self._handling.heard(event, subject))
-            self.refresh()
+        if not seen.hardware:
+            return
+        self._refresh_members()
+        seen = self._handling.seen(event, subject)
+        self._take(self._handling.note(seen, event.at))
+        if event.code == NAMED and not seen.mute_s:
+            self._stands(seen, event.at, event.message, BY_VOTE)
+        self.refresh()
 
     def tick(self, wall: float) -> None:
         """What the passing of time changes, and what people have changed meanwhile."""
@@ -248,7 +260,7 @@ class Isolation:
         if entry is None:
             return passing is not None and passing.axes.running is not Running.NO
         # what a fault only keeps new work away from may finish what it does
-        at_once = bool(entry.code) and entry.rule == "policy"
+        at_once = bool(entry.code) and entry.rule in (AT_ONCE.id, BY_VOTE.id)
         return not at_once or self._handling.verdict(entry.code, node=rank.node).axes.running is not Running.NO
 
     def _why(self, place: Place) -> str:

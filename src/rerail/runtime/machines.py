@@ -61,7 +61,7 @@ class Machines:
     def heard(self, signal: Signal, incident: Incident | None) -> list[tuple[int, AnyRecord]]:
         """Records of one word of a monitor. Of an open incident it may be the cause, told later than the rank died."""
         event = self.take(signal)
-        if signal.source == MACHINE:
+        if signal.source == MACHINE or (signal.source == VOTE and event.rank >= 0):
             self._told_of_machine(signal, event)
         number = incident.number if incident is not None else 0
         records: list[tuple[int, AnyRecord]] = [(number, signal), (number, event)]
