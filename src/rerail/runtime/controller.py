@@ -58,7 +58,7 @@ class Controller:
         self.inbox: asyncio.Queue[Inbound | Sighting] = asyncio.Queue()
         self.fleet = Fleet()
         self.intake = Intake(self.fleet, spec.job, settings, several=spec.several_nodes)
-        self.admission = Admission(self.fleet, spec, token, settings.agent_lost_s)
+        self.admission = Admission(self.fleet, spec, token, settings.agent_lost_s, settings.node_wait_s)
         self.execution = Execution(self.fleet, spec, settings)
         self.departure = Departure(self.fleet, self.execution)
         self.classifier = Classifier(Levels.of(settings).catalog())
@@ -318,7 +318,7 @@ class Controller:
         return self.budget.restarts_used, allowed
 
     def _start_job(self, now: float, wall: float) -> None:
-        self.fleet.place(self.fleet.fit()[: self.spec.max_nodes])
+        self.fleet.place(self.fleet.fit(self.spec.max_nodes)[: self.spec.max_nodes])
         self._started = now
         self.isolation.tell_of_the_start()
         self.execution.restart(now, wall, restarts=self._restarts(), cause="", first=True)
