@@ -11,12 +11,13 @@ from rerail.config import Settings
 from rerail.decide.quarantine import Entry
 from rerail.diagnose.classify import Classifier
 from rerail.faults.catalog import load_catalog
-from rerail.flow import Event, Place, Severity, Signal
+from rerail.flow import Diagnosis, Event, Place, Severity, Signal
 from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.isolation import Isolation, members_of, place_of, spellings
 from rerail.runtime.machines import Machines
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
+from rerail.runtime.situation import seen_in
 
 CATALOG = load_catalog()
 
@@ -179,6 +180,18 @@ def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> No
     keeper.refresh()
     diagnosis = keeper.evacuation("j", 3.0)
     assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
+
+
+def test_where_places_are_lacking_it_is_said_whose_is_lost_and_by_which_fault() -> None:
+    found = fleet()
+    keeper, _ = isolation(found, [])
+    tell(keeper, "gpu.xid.48", "gpu0")
+    tell(keeper, "gpu.xid.79", "gpu1")
+    told = seen_in(
+        found, Diagnosis(id="d", job="j", at=1.0, code="gpu.xid.48", root="", node="n1", ranks=(0,), summary="")
+    ).homeless
+    assert told.startswith("1 of 2 ranks have no healthy place left: rank 1 on n1/1 (") and "gpu.xid.79" in told
+    assert "gpu.xid.48" not in told
 
 
 DIFFERS = "training.replica_differs"

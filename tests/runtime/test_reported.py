@@ -56,7 +56,7 @@ def test_a_reported_fault_begins_and_ends_as_one_of_our_own_would(tmp_path: Path
             }  # fmt: skip
             events = [one for one in job.records("event") if one.cause_id == signal.id]
             assert [one.code for one in events] == ["gpu.xid.79"]
-            assert "gpu.xid.79): fell off" in job.said()
+            assert "n0 gpu3: GPU has fallen off the bus (gpu.xid.79): fell off" in job.said(), "which one is sick"
             over = [{**FAULT, "node": "n0", "over": True}, {"sender": "gpud", "code": "GPU-XID-79", "node": "n0"}]
             assert await asyncio.to_thread(post, agent.port, over) == (202, {"accepted": 2})
             assert [one.payload["over"] for one in await heard(job, 3)] == [False, True, False]
