@@ -176,6 +176,20 @@ def test_budget_counts_an_exception_that_wanders_over_the_ranks() -> None:
     assert budget.stuck == 3
 
 
+def test_budget_takes_replicas_that_differ_elsewhere_for_progress_and_at_the_same_step_for_none() -> None:
+    def differing(*steps: int) -> Budget:
+        budget = Budget()
+        for step in steps:
+            found = msgspec.structs.replace(diagnosis(ranks=(), step=step), code="training.replicas_tie", trusted=4)
+            budget = budget.note(found, 200, aware=True)
+        return budget
+
+    assert (differing(200, 100, 200).stuck, differing(200, 100, 200).standing) == (1, 3)
+    assert decide(RAISED, budget=differing(*range(14, 0, -1))).rung is not Rung.STOP
+    assert decide(RAISED, budget=differing(*range(15, 0, -1))).rule == "no-progress", "but not for ever"
+    assert decide(RAISED, budget=differing(200, 200, 200)).rule == "no-progress"
+
+
 def test_budget_knows_the_step_of_a_raise_though_no_beat_has_told_it() -> None:
     once = Budget().note(diagnosis(step=5), 3, aware=True)
     assert once.note(diagnosis(step=5), 5, aware=True).raised_count == 2
