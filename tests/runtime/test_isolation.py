@@ -182,6 +182,17 @@ def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> No
     assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
 
 
+def test_a_fault_of_a_device_that_the_job_does_not_have_is_kept_and_that_is_said_once() -> None:
+    said: list[str] = []
+    found = fleet()
+    keeper, handling = isolation(found, said)
+    tell(keeper, "gpu.xid.79", "gpu17")
+    tell(keeper, "gpu.xid.79", "gpu17", at=2.0)
+    nowhere = [line for line in said if "there is no such place in this job" in line]
+    assert len(nowhere) == 1 and nowhere[0].startswith("device:n1/17: ") and "2 devices there" in nowhere[0]
+    assert "device:n1/17" in handling.ledger.quarantine and len(found.free()) == 0 and not found.homeless()
+
+
 def test_where_places_are_lacking_it_is_said_whose_is_lost_and_by_which_fault() -> None:
     found = fleet()
     keeper, _ = isolation(found, [])

@@ -317,8 +317,8 @@ class _Turn:
         subject = seen.subject
         if covering(self._quarantine, subject) is not None:
             return
-        if kind := takes_the_last(self._quarantine, self._members, subject):
-            text = f"{subject} had {often} and belongs into quarantine (rule {rule.id}), but is the last {kind} that may be used: it stays in use"
+        if last := takes_the_last(self._quarantine, self._members, subject):
+            text = f"{subject} had {often} and belongs into quarantine (rule {rule.id}), but {last} that may be used: it stays in use"
             self._tell(What.SPARED, seen, at, text, rule=rule.id)
             return
         evidence = [seen.evidence] if seen.evidence else []

@@ -15,12 +15,13 @@ from rerail.decide.budget import EVACUATE
 from rerail.decide.escalate import Change, Ledger, What
 from rerail.decide.escalation import AT_ONCE, BY_VOTE, Escalation, Seen
 from rerail.decide.quarantine import Entry
-from rerail.decide.subjects import kind_of
+from rerail.decide.subjects import kind_of, node_of
 from rerail.detect.kernel_log import KernelLog
 from rerail.flow import Diagnosis, Event, Place, Rung, Signal, new_id
 from rerail.runtime.fleet import Fleet, Rank, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
+from rerail.wording import counted
 
 WHOLE_NODE = -1
 SAID = (What.STRONGER, What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION, What.BACK)
@@ -61,6 +62,8 @@ class Isolation:
         self._passing: dict[tuple[str, str], Passing] = {}
         """Faults that keep new work away for as long as they stand, by code and subject."""
         self._seen: Ledger | None = None
+        self._nowhere: set[str] = set()
+        """Places that the job does not have, of which a fault was told."""
         self._checks: dict[str, str] = {}
         """Checks of what is on probation, by the order: those under way, and those that failed."""
         self._tried: dict[tuple[int, Place], Tried] = {}
@@ -79,10 +82,23 @@ class Isolation:
         self._refresh_members()
         once = signal.payload.get("detector") == KernelLog.name
         seen = self._handling.seen(event, subject, over=over, once=once)
+        self._say_if_nowhere(seen)
         self._take(self._handling.note(seen, event.at))
         if not seen.mute_s or over:
             self._stands(seen, event.at, event.message or f"{seen.subject}: {seen.code}")
         self.refresh()
+
+    def _say_if_nowhere(self, seen: Seen) -> None:
+        """A device that the job does not have is none of its matters, but whoever told of it may have meant another."""
+        place, members = place_of(seen.subject), self._handling.members
+        unknown = place is not None and f"node:{place.node}" in members and seen.subject not in members
+        if unknown and not seen.over and seen.axes.admission is not Admission.YES and seen.subject not in self._nowhere:
+            self._nowhere.add(seen.subject)
+            here = sum(kind_of(one) == "device" and node_of(one) == node_of(seen.subject) for one in members)
+            self._tell(
+                f"{seen.subject}: there is no such place in this job, which has {counted(here, 'device')} there: "
+                f"{seen.code} is written down and concerns no rank"
+            )
 
     def _stands(self, seen: Seen, at: float, message: str, rule: Escalation = AT_ONCE) -> None:
         """A fault keeps new work away for good, or for as long as it is there."""
