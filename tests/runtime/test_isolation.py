@@ -193,6 +193,14 @@ def test_a_fault_of_a_device_that_the_job_does_not_have_is_kept_and_that_is_said
     assert "device:n1/17" in handling.ledger.quarantine and len(found.free()) == 0 and not found.homeless()
 
 
+def test_a_device_is_elsewhere_if_the_job_has_it_and_the_rank_does_not() -> None:
+    found = fleet(spares=1, accelerators=("0000:1a:00.0", "0000:3b:00.0", "0000:5e:00.0"))
+    keeper, _ = isolation(found, [])
+    assert keeper.is_elsewhere("n1", "gpu0", 1) and keeper.is_elsewhere("n1", "0000:1a:00", 1)
+    for subject in ("gpu1", "0000:3b:00", "gpu17", "eth0", ""):
+        assert not keeper.is_elsewhere("n1", subject, 1), subject
+
+
 def test_where_places_are_lacking_it_is_said_whose_is_lost_and_by_which_fault() -> None:
     found = fleet()
     keeper, _ = isolation(found, [])

@@ -68,11 +68,12 @@ def test_a_reported_fault_begins_and_ends_as_one_of_our_own_would(tmp_path: Path
 def test_a_reported_fault_is_the_cause_of_a_death_soon_after(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
         async with training(folder, OPEN) as (job, agent):
-            await asyncio.to_thread(post, agent.port, {**FAULT, "at": 0.5})  # the fake agent's clock stands at 1
+            own = {**FAULT, "code": "gpu.xid.48", "subject": "gpu1", "at": 0.5}  # the fake agent's clock stands at 1
+            await asyncio.to_thread(post, agent.port, own)
             await heard(job, 1)
             await agent.kill(1, "SIGBUS")
             (report,) = await job.reports(1)
-            assert report.code == "gpu.xid.79" and report.ok
+            assert report.code == "gpu.xid.48" and report.ok
 
     play(scenario, tmp_path)
 

@@ -63,8 +63,8 @@ class Controller:
         self.departure = Departure(self.fleet, self.execution)
         self.classifier = Classifier(Levels.of(settings).catalog())
         self.handling = Handling.of(settings, self.classifier.catalog, spec.job, journal)
-        self.isolation = Isolation(self.fleet, self.handling, tell)
-        self.machines = Machines(self.classifier, tell, self.fleet.pid_of, self.isolation.heard)
+        keeper = self.isolation = Isolation(self.fleet, self.handling, tell)
+        self.machines = Machines(self.classifier, tell, self.fleet.pid_of, keeper.heard, keeper.is_elsewhere)
         self.injections = Injections(self.fleet, allowed=spec.allow_inject)
         self.rollbacks = Rollbacks(self.fleet, self.intake, settings)
         self.incident: Incident | None = None

@@ -15,7 +15,7 @@ from rerail.decide.budget import EVACUATE
 from rerail.decide.escalate import Change, Ledger, What
 from rerail.decide.escalation import AT_ONCE, BY_VOTE, Escalation, Seen
 from rerail.decide.quarantine import Entry
-from rerail.decide.subjects import kind_of, node_of
+from rerail.decide.subjects import kind_of, node_of, of_sighting
 from rerail.detect.kernel_log import KernelLog
 from rerail.flow import Diagnosis, Event, Place, Rung, Signal, new_id
 from rerail.runtime.fleet import Fleet, Rank, RankState
@@ -128,6 +128,14 @@ class Isolation:
         if event.code == NAMED and not seen.mute_s:
             self._stands(seen, event.at, event.message, BY_VOTE)
         self.refresh()
+
+    def is_elsewhere(self, node: str, subject: str, rank: int) -> bool:
+        """Whether what a monitor calls so is a device of this job, and not the one that this rank has."""
+        self._refresh_members()
+        named, one = of_sighting(node, subject, "device"), self._fleet.ranks.get(rank)
+        device = self._handling.same.get(named, named)
+        is_known = kind_of(device) == "device" and device in self._handling.members
+        return is_known and one is not None and device != f"device:{one.place}"
 
     def tick(self, wall: float) -> None:
         """What the passing of time changes, and what people have changed meanwhile."""
