@@ -66,6 +66,32 @@ def test_all_problems_are_listed_with_file_and_rule(rerail: Run, folder: Path) -
 
 
 @pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("no-such-tool -i {device}", "there is no program no-such-tool here"),
+        ("true -i {dev}", "it has no {device}; did you mean {device} by {dev}?"),
+        ("true", "it has no {device}, which stands for the number of the device"),
+        ("sh -c 'true {device}", "it cannot be read (no closing quotation)"),
+        (" ", "it is blank"),
+    ],
+)
+def test_a_reset_that_cannot_work_is_refused_before_anything_is_started(
+    rerail: Run, folder: Path, command: str, words: str
+) -> None:
+    (folder / "rerail.toml").write_text(f'reset_command = "{command}"\n')
+    code, out, _ = rerail("policy", "check")
+    assert code == 1 and words in out
+    (folder / "train.py").write_text("print()\n")
+    code, _, err = rerail("run", "--nproc-per-node", "1", str(folder / "train.py"))
+    assert code == 2 and words in err
+
+
+def test_a_tool_that_only_this_machine_lacks_keeps_nobody_from_an_explanation(rerail: Run, folder: Path) -> None:
+    (folder / "rerail.toml").write_text('reset_command = "no-such-tool -i {device}"\n')
+    assert rerail("policy", "explain", "gpu.xid.48")[0] == 0
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"this is no toml", "is not valid TOML"),

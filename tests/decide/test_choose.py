@@ -54,6 +54,8 @@ GONE = {2: "the node of a lost rank is not connected"}
         (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}, "free": (Place("m", 0),)}, Rung.SWAP_NODE, "place-doubted"),
         (EVACUATED, {"free": (Place("m", 0),)}, Rung.HOT_SWITCH, "hot-switch"),
         (EVACUATED, {"free": (Place("n", 9),), "tried": {Rung.HOT_SWITCH: "no"}}, Rung.SWAP_DEVICE, "evacuate"),
+        (EVACUATED, {"tried": {Rung.RESET_DEVICE: "no"}, "wants_reset": True}, Rung.REPLACE_RANK, "reset-failed"),
+        (EVACUATED, {"tried": {Rung.RESET_DEVICE: "no"}, "free": (Place("n", 9),)}, Rung.HOT_SWITCH, "hot-switch"),
         (KILLED, {"exited": 1}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"tried": {Rung.REPLACE_RANK: "no"}}, Rung.RESTART_ALL, "restart"),
         (KILLED, {"aware": False, "budget": Budget(restarts_used=3)}, Rung.STOP, "budget-used-up"),
@@ -172,6 +174,20 @@ def test_budget_counts_an_exception_that_wanders_over_the_ranks() -> None:
     for rank in (0, 1, 0):
         budget = budget.note(diagnosis(ranks=(rank,)), 5, aware=True)
     assert budget.stuck == 3
+
+
+def test_budget_takes_replicas_that_differ_elsewhere_for_progress_and_at_the_same_step_for_none() -> None:
+    def differing(*steps: int) -> Budget:
+        budget = Budget()
+        for step in steps:
+            found = msgspec.structs.replace(diagnosis(ranks=(), step=step), code="training.replicas_tie", trusted=4)
+            budget = budget.note(found, 200, aware=True)
+        return budget
+
+    assert (differing(200, 100, 200).stuck, differing(200, 100, 200).standing) == (1, 3)
+    assert decide(RAISED, budget=differing(*range(14, 0, -1))).rung is not Rung.STOP
+    assert decide(RAISED, budget=differing(*range(15, 0, -1))).rule == "no-progress", "but not for ever"
+    assert decide(RAISED, budget=differing(200, 200, 200)).rule == "no-progress"
 
 
 def test_budget_knows_the_step_of_a_raise_though_no_beat_has_told_it() -> None:

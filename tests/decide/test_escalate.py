@@ -213,7 +213,7 @@ def test_the_last_device_is_spared_and_that_is_said() -> None:
 def test_by_hand_the_last_one_is_refused_unless_forced() -> None:
     alone = frozenset({"node:n1", D0, D1})
     entry = Entry(subject="node:n1", reason="smoke", since=1.0, by="me")
-    with pytest.raises(UsageError, match=r"the last device .* nothing could train"):
+    with pytest.raises(UsageError, match=r"node:n1 is the last node .* nothing could train"):
         Ledger().add(entry, alone)
     ledger = Ledger().add(entry, alone, force=True)
     assert ledger.quarantined(D1) == entry, "a device goes with its node"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from edge_helpers import SOURCE, TRAIN, Run, free_port, running
 
-from rerail.flow import Decision, Place
+from rerail.flow import Action, Decision, OutcomeKind, Place
 
 pytestmark = pytest.mark.timeout(300)
 UNTIL = "300"
@@ -112,6 +112,27 @@ def test_a_device_that_needs_a_reset_gets_one_and_its_rank_comes_back_there(tmp_
         run.await_end(leaver)
         assert survivor in run.alive() and run.ended() == 0, run.story()
         assert digest(run) == undisturbed
+        run.leaves_nothing()
+
+
+def test_a_reset_that_fails_costs_its_rank_a_process_and_the_job_no_restart(tmp_path: Path, undisturbed: str) -> None:
+    env = {"RERAIL_NODE": "n0", "RERAIL_FAULT_SENDERS": "tester", "RERAIL_RESET_COMMAND": "false {device}"}
+    flags = ("--nproc-per-node", "2")
+    with running(tmp_path / "run", *flags, TRAIN, "--until", UNTIL, "--delay", "0.06", env=env) as run:
+        survivor, leaver = run.rank_pid(1), run.rank_pid(0)
+        report_fault(run, code="gpu.xid.48", subject="gpu0", text="DBE")
+        (report,) = run.reports(1)
+        assert report.ok and report.rung == "replace_rank" and report.attempts == 2, run.story()
+        run.await_end(leaver)
+        assert survivor in run.alive() and run.ended() == 0, run.story()
+        assert digest(run) == undisturbed
+        (report,) = run.reports(1)
+        actions = [one for one in run.records("action") if isinstance(one, Action) and one.verb == "reset"]
+        assert [one.outcome for one in actions] == [OutcomeKind.PERMANENT], run.story()
+        assert "device n0/0 could not be reset: false: exit code 1" in run.err
+        assert "rank 0 stays in place, though" in run.err
+        page = ask(run, "report", "1").stdout
+        assert "could not be reset" in page
         run.leaves_nothing()
 
 

@@ -48,6 +48,8 @@ def test_a_flipped_bit_is_found_its_rank_named_and_the_run_ends_as_if_nothing_ha
     assert {one.rank for one in named} == {1} and all(one.node for one in named), run.told(
         "rank 1 and its node to be named"
     )
+    for words in ("/1 is out of use for 48 h without a fault", "rank 1 stays in place, though"):
+        assert any(words in line for line in run.output), run.told(words)
     (report,) = run.reports()
     assert (report["rung"], report["ok"]) == ("retry_step", True) and report["lost_steps"] > 0, report
     assert report["resumed_step"] <= int(flipped), "from before it happened"

@@ -145,6 +145,20 @@ def test_where_ranks_are_lost_faster_than_standbys_get_warm_one_more_is_held(
     assert bench.run(body) == 0
 
 
+def test_a_newcomer_beside_ranks_that_train_on_makes_nobody_wait_and_needs_no_more_standbys(bench: Bench) -> None:
+    async def body(node: Agent, controller: FakeController) -> None:
+        await start(controller)
+        await standby_ready(controller)
+        for rank in (0, 1):
+            order = orders.Promote(assignment=assignment(rank, 2, 1, newcomer=True), beside=True)
+            await controller.send(order)
+        await controller.wait(orders.Relayed, lambda message: message.beside, count=2)
+        assert node.pool.wanted == 1
+        await stop(controller)
+
+    assert bench.run(body) == 0
+
+
 def test_a_promotion_ends_what_is_left_of_the_rank(bench: Bench) -> None:
     async def body(node: Agent, controller: FakeController) -> None:
         await start(controller)

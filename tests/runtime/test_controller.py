@@ -390,6 +390,40 @@ def test_two_nodes_join_and_one_is_lost(tmp_path: Path) -> None:
     play(scenario, tmp_path)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_node_whose_rank_lies_beyond_the_number_of_nodes_is_a_spare_whoever_comes_first(
+    tmp_path: Path, last: int
+) -> None:
+    async def scenario(folder: Path) -> None:
+        async with running(folder, min_nodes=2, max_nodes=2, spare_nodes=1) as (_, port):
+            nodes = [FakeAgent(port, node=f"n{number}", slots=1) for number in range(3)]
+            for number in (2, 1 - last, last):
+                nodes[number].world = 2
+                await nodes[number].dial(node_rank=number)
+                await nodes[number].wait_for(Welcome)
+            for number in range(2):
+                assert [a.rank for a in (await nodes[number].wait_for(Start)).assignments] == [number]
+            for agent in nodes:
+                await agent.hang_up()
+
+    play(scenario, tmp_path)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_does_not_come(tmp_path: Path) -> None:
+    async def scenario(folder: Path) -> None:
+        async with running(folder, {"node_wait_s": 0.3}, min_nodes=2, max_nodes=2, spare_nodes=1) as (_, port):
+            first, spare = FakeAgent(port, node="a", slots=1), FakeAgent(port, node="s", slots=1)
+            first.world = spare.world = 2
+            await spare.dial(node_rank=2)
+            await first.dial(node_rank=0)
+            assert [a.rank for a in (await first.wait_for(Start)).assignments] == [0]
+            assert [a.rank for a in (await spare.wait_for(Start)).assignments] == [1]
+            await first.hang_up()
+            await spare.hang_up()
+
+    play(scenario, tmp_path)
+
+
 def test_fewer_nodes_are_enough_after_the_last_call(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
         async with running(folder, min_nodes=1, max_nodes=3) as (_, port):

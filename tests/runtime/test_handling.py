@@ -154,7 +154,7 @@ def test_orders_that_cannot_be_carried_out_say_why(wanted: Order, words: str) ->
 def test_quarantine_of_everything_is_refused_unless_forced() -> None:
     found = handling()
     carry_out(found, order("add", "n1"), MEMBERS, 1.0)
-    with pytest.raises(UsageError, match="the last device of this job that may be used"):
+    with pytest.raises(UsageError, match="node:n2 is the last node of this job that may be used"):
         carry_out(found, order("add", "n2"), MEMBERS, 1.0)
     carry_out(found, order("add", "n2", force=True), MEMBERS, 1.0)
     assert set(found.ledger.quarantine) == {"node:n1", "node:n2"}

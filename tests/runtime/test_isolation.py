@@ -9,12 +9,15 @@ import pytest
 
 from rerail.config import Settings
 from rerail.decide.quarantine import Entry
+from rerail.diagnose.classify import Classifier
 from rerail.faults.catalog import load_catalog
-from rerail.flow import Event, Place, Severity, Signal
+from rerail.flow import Diagnosis, Event, Place, Severity, Signal
 from rerail.runtime.fleet import Agent, Fleet, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.isolation import Isolation, members_of, place_of, spellings
+from rerail.runtime.machines import Machines
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
+from rerail.runtime.situation import seen_in
 
 CATALOG = load_catalog()
 
@@ -177,6 +180,108 @@ def test_what_only_broke_too_often_is_used_where_there_is_nothing_better() -> No
     keeper.refresh()
     diagnosis = keeper.evacuation("j", 3.0)
     assert found.bar(1) and diagnosis is not None and diagnosis.ranks == (1,), "now there is"
+
+
+def test_a_fault_of_a_device_that_the_job_does_not_have_is_kept_and_that_is_said_once() -> None:
+    said: list[str] = []
+    found = fleet()
+    keeper, handling = isolation(found, said)
+    tell(keeper, "gpu.xid.79", "gpu17")
+    tell(keeper, "gpu.xid.79", "gpu17", at=2.0)
+    nowhere = [line for line in said if "there is no such place in this job" in line]
+    assert len(nowhere) == 1 and nowhere[0].startswith("device:n1/17: ") and "2 devices there" in nowhere[0]
+    assert "device:n1/17" in handling.ledger.quarantine and len(found.free()) == 0 and not found.homeless()
+
+
+def test_a_device_is_elsewhere_if_the_job_has_it_and_the_rank_does_not() -> None:
+    found = fleet(spares=1, accelerators=("0000:1a:00.0", "0000:3b:00.0", "0000:5e:00.0"))
+    keeper, _ = isolation(found, [])
+    assert keeper.is_elsewhere("n1", "gpu0", 1) and keeper.is_elsewhere("n1", "0000:1a:00", 1)
+    for subject in ("gpu1", "0000:3b:00", "gpu17", "eth0", ""):
+        assert not keeper.is_elsewhere("n1", subject, 1), subject
+
+
+def test_where_places_are_lacking_it_is_said_whose_is_lost_and_by_which_fault() -> None:
+    found = fleet()
+    keeper, _ = isolation(found, [])
+    tell(keeper, "gpu.xid.48", "gpu0")
+    tell(keeper, "gpu.xid.79", "gpu1")
+    told = seen_in(
+        found, Diagnosis(id="d", job="j", at=1.0, code="gpu.xid.48", root="", node="n1", ranks=(0,), summary="")
+    ).homeless
+    assert told.startswith("1 of 2 ranks have no healthy place left: rank 1 on n1/1 (") and "gpu.xid.79" in told
+    assert "gpu.xid.48" not in told
+
+
+DIFFERS = "training.replica_differs"
+
+
+def vote(keeper: Isolation, said: list[str], state: str = "replayed", rank: int = 1) -> None:
+    """As the controller hears it: the same steps were computed again, and now it shows who was wrong."""
+    payload: dict[str, Any] = {"state": state, "message": "at step 100", "subject": f"rank {rank}"}
+    signal = Signal(id="s", job="j", at=1.0, source="training.vote", node="n1", rank=rank, payload=payload)
+    Machines(Classifier(CATALOG), said.append, told=keeper.heard).heard(signal, None)
+
+
+def test_the_place_of_a_rank_that_a_vote_names_is_left_for_a_spare_one_the_first_time() -> None:
+    said: list[str] = []
+    found = fleet(spares=1)
+    keeper, _ = isolation(found, said)
+    vote(keeper, said)
+    assert found.bar(1) and any("device:n1/1 is out of use" in line and DIFFERS in line for line in said)
+    diagnosis = keeper.evacuation("j", 2.0)
+    assert diagnosis is not None and diagnosis.ranks == (1,) and diagnosis.code == DIFFERS
+
+
+def test_without_another_place_the_rank_that_a_vote_names_stays_and_that_is_said() -> None:
+    said: list[str] = []
+    found = fleet()
+    keeper, handling = isolation(found, said)
+    event = Event(id="e", job="j", at=1.0, code=DIFFERS, node="n1", rank=1, severity=Severity.CRITICAL)
+    keeper.blamed(event)
+    assert "device:n1/1" in handling.ledger.quarantine and not found.homeless() and not found.bar(1)
+    assert keeper.evacuation("j", 2.0) is None
+    assert f"rank 1 stays in place, though device:n1/1 is out of use: {DIFFERS}: there is no other" in said[-1]
+
+
+def test_a_vote_that_names_nobody_or_that_the_policy_says_nothing_of_takes_nothing_away() -> None:
+    found = fleet(spares=1)
+    keeper, _ = isolation(found, [])
+    vote(keeper, [], "tie", -1)
+    assert not found.isolated
+    keeper, _ = isolation(found, [], policy=({"code": DIFFERS, "admission": "yes"},))
+    vote(keeper, [])
+    assert not found.isolated
+    keeper, _ = isolation(found, [], policy=({"code": DIFFERS, "running": "no"},))
+    vote(keeper, [])
+    assert found.isolated and keeper.evacuation("j", 2.0) is None, "what runs there may finish"
+
+
+def test_a_reset_that_has_failed_is_told_and_not_tried_again_for_the_same_sighting() -> None:
+    said: list[str] = []
+    found = fleet(resets=True)
+    keeper, handling = isolation(found, said, reset_limit=2)
+    tell(keeper, "gpu.xid.48", "gpu0", at=10.0)
+    diagnosis = keeper.evacuation("j", 10.0)
+    assert diagnosis is not None and diagnosis.ranks == (0,)
+    ended = {Place("n1", 0): "device n1/0 could not be reset: false: exit code 1"}
+    keeper.were_reset(ended, 11.0)
+    assert said == ["device n1/0 could not be reset: false: exit code 1"] and not ended
+    assert keeper.evacuation("j", 12.0) is None and "rank 0 stays in place" in said[-1]
+    again = Isolation(found, handling, said.append)
+    assert again.evacuation("j", 12.0) is None, "a new controller knows, too"
+    found.agents["n1"].devices = 3
+    again.refresh()
+    assert again.evacuation("j", 13.0) is not None, "there is another place now"
+
+
+def test_a_fault_that_a_reset_repairs_moves_nobody_where_the_budget_of_resets_is_used_up() -> None:
+    said: list[str] = []
+    found = fleet(resets=True)
+    keeper, handling = isolation(found, said, reset_limit=1)
+    handling.reset_done("device:n1/0", 1.0)
+    tell(keeper, "gpu.xid.48", "gpu0", at=10.0)
+    assert keeper.evacuation("j", 10.0) is None and "rank 0 stays in place" in said[-1]
 
 
 @pytest.mark.parametrize("ok", [True, False])

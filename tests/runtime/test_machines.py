@@ -75,6 +75,16 @@ def test_a_fault_shortly_before_the_end_of_a_rank_is_its_cause(machines: Machine
     assert found is not None and (before_s == 0.0 or found.code == "gpu.xid.79")
 
 
+def test_a_fault_of_the_device_of_another_rank_is_not_why_this_one_has_ended(told: list[str]) -> None:
+    machines = Machines(CLASSIFIER, told.append, elsewhere=lambda node, subject, rank: subject != f"gpu{rank}")
+    machines.take(machine(DIED_AT - 3, code="gpu.xid.48", subject="gpu0", evidence="DBE"))
+    own = machines.take(machine(DIED_AT - 2, code="gpu.xid.79", subject="gpu3", evidence="gone"))
+    failed = Signal(id="sig-c", job="j", at=DIED_AT, source="collective.failed", node="n0", rank=0, payload={})
+    echo = CLASSIFIER.classify(failed)
+    assert machines.causes_of([death()]) == [own] and machines.causes_of([echo, death()]) == [own]
+    assert len(machines.causes_of([echo])) == 2, "where nobody has ended, either may be the reason"
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.1, NEAR_S - 1])
 def test_a_fault_shortly_after_becomes_the_cause_of_the_open_incident(machines: Machines, after_s: float) -> None:
     end = death()

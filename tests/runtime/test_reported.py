@@ -56,7 +56,7 @@ def test_a_reported_fault_begins_and_ends_as_one_of_our_own_would(tmp_path: Path
             }  # fmt: skip
             events = [one for one in job.records("event") if one.cause_id == signal.id]
             assert [one.code for one in events] == ["gpu.xid.79"]
-            assert "gpu.xid.79): fell off" in job.said()
+            assert "n0 gpu3: GPU has fallen off the bus (gpu.xid.79): fell off" in job.said(), "which one is sick"
             over = [{**FAULT, "node": "n0", "over": True}, {"sender": "gpud", "code": "GPU-XID-79", "node": "n0"}]
             assert await asyncio.to_thread(post, agent.port, over) == (202, {"accepted": 2})
             assert [one.payload["over"] for one in await heard(job, 3)] == [False, True, False]
@@ -68,11 +68,12 @@ def test_a_reported_fault_begins_and_ends_as_one_of_our_own_would(tmp_path: Path
 def test_a_reported_fault_is_the_cause_of_a_death_soon_after(tmp_path: Path) -> None:
     async def scenario(folder: Path) -> None:
         async with training(folder, OPEN) as (job, agent):
-            await asyncio.to_thread(post, agent.port, {**FAULT, "at": 0.5})  # the fake agent's clock stands at 1
+            own = {**FAULT, "code": "gpu.xid.48", "subject": "gpu1", "at": 0.5}  # the fake agent's clock stands at 1
+            await asyncio.to_thread(post, agent.port, own)
             await heard(job, 1)
             await agent.kill(1, "SIGBUS")
             (report,) = await job.reports(1)
-            assert report.code == "gpu.xid.79" and report.ok
+            assert report.code == "gpu.xid.48" and report.ok
 
     play(scenario, tmp_path)
 

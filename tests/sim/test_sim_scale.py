@@ -46,7 +46,7 @@ def test_the_last_of_a_kind_is_known() -> None:
     members = ["node:a", "node:b", "device:a/0", "device:b/0"]
     one = {"device:a/0": Entry(subject="device:a/0", reason="", since=0.0)}
     assert takes_the_last({}, members, "device:a/0") == ""
-    assert takes_the_last(one, members, "device:b/0") == "device"
-    assert takes_the_last(one, members, "node:b") == "device"
-    assert takes_the_last({}, ["node:a"], "node:a") == "node"
+    assert takes_the_last(one, members, "device:b/0") == "is the last device"
+    assert takes_the_last(one, members, "node:b") == "has the last devices"
+    assert takes_the_last({}, ["node:a"], "node:a") == "is the last node"
     assert several(members, "node", 2) and not several(members, "node", 3) and not several([], "node", 1)

@@ -26,7 +26,7 @@ from rerail.detect.levels import Levels
 from rerail.errors import UsageError
 from rerail.faults.catalog import Catalog, Fault, load_catalog
 from rerail.flow import Cost, Decision, Diagnosis, Place, Rung
-from rerail.runtime.handling import policy_of, problems_with, shipped_book
+from rerail.runtime.handling import missing_here, policy_of, problems_with, shipped_book
 from rerail.texts import listed
 from rerail.wording import counted
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     catalog = load_catalog(Levels.of(settings).files)
     found = [*(_placed(text, path) for text in wrong), *problems_with(settings, catalog.faults, origin)]
     if args.what == "check":
-        return _check(settings, origin, found)
+        return _check(settings, origin, [*found, *missing_here(settings, origin)])
     if found:
         raise UsageError(found[0], hint="rerail policy check says all that is wrong")
     if args.what == "replay":

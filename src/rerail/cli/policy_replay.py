@@ -16,7 +16,8 @@ import msgspec
 from rerail.config import Settings
 from rerail.decide.axes import Admission, Axes, Running
 from rerail.decide.budget import EVACUATE
-from rerail.decide.escalate import AT_ONCE, Change, What
+from rerail.decide.escalate import Change, What
+from rerail.decide.escalation import AT_ONCE
 from rerail.decide.policy import Verdict
 from rerail.decide.subjects import node_of
 from rerail.detect.levels import Levels

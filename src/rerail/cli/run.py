@@ -64,7 +64,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
     check_drop_dir()
     if settings.fault_files or settings.fault_levels:
         Levels.of(settings).catalog()  # says what is wrong with them before anything is started
-    if settings.policy or settings.escalation or settings.rungs:
+    if settings.policy or settings.escalation or settings.rungs or settings.reset_command:
         handling.check(settings, load_catalog(Levels.of(settings).files).faults, str(path or "environment"))
     return settings
 

@@ -4,7 +4,8 @@ Pure; the values live in the journal and so survive the controller. Called by `d
 
 Repairs in place are free as long as training moves between them. What is counted is standing still: the same fault of the
 same ranks without a step in between that had never been completed before. Several different faults within one snapshot
-interval are bad luck, and allowed more often. A script that knows nothing of rerail has no steps; there the same exception
+interval are bad luck, and allowed more often; so are replicas that differ at one step and then, computing again, at another,
+since how far that had come the highest step does not tell. A script that knows nothing of rerail has no steps; there the same exception
 on the same rank counts as standing still.
 """
 
@@ -34,7 +35,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     high_version: int = -1
     """The highest version any rank had completed when the last incident was counted."""
     fault: str = ""
-    """Code and ranks of the last incident."""
+    """Code and ranks of the last incident, and the step that it is about where that is known."""
     stuck: int = 0
     """Incidents with that fault in a row, the current one included, since a new step was completed."""
     standing: int = 0
@@ -54,7 +55,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         again = own and diagnosis.step == self.raised_version and not moved
         # an exception may hit one rank first and then another; a process that dies is that rank's own affair
         where = ",".join(map(str, sorted(diagnosis.ranks))) if diagnosis.lost else "anywhere"
-        fault = f"{diagnosis.code}|{where}"
+        # what shows at a certain step sends all back, and all may go wrong again elsewhere: only the same step is no progress
+        at = f"|{diagnosis.step}" if diagnosis.trusted >= 0 else ""
+        fault = f"{diagnosis.code}|{where}{at}"
         key = "" if aware else f"{diagnosis.code}|{diagnosis.summary}"
         return Budget(
             restarts_used=self.restarts_used,

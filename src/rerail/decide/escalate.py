@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from rerail.decide.axes import Axes
-from rerail.decide.escalation import STORM_SUBJECTS, WITHIN_MAX_S, Book, Escalation, Seen
+from rerail.decide.escalation import AT_ONCE, STORM_SUBJECTS, WITHIN_MAX_S, Book, Escalation, Seen
 from rerail.decide.quarantine import EVIDENCE, Entry, added, covering, released, takes_the_last
 from rerail.decide.subjects import kind_of, node_of, several
 from rerail.wording import counted
@@ -24,8 +24,6 @@ from rerail.wording import counted
 KEPT = 1000
 """Standing faults and counters kept at most; beyond that the oldest go."""
 MOMENT_S = 0.001
-AT_ONCE = Escalation(id="policy", times=1, quarantine=True, release_s=172_800.0)
-"""Of a fault that takes its device out of use the first time; probation as for those that come often."""
 _V = TypeVar("_V")
 
 
@@ -126,10 +124,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         turn.advance(at)
         return turn.ledger(), turn.changes
 
-    def isolate(self, seen: Seen, at: float, book: Book, members: Collection[str] = ()) -> tuple[Ledger, list[Change]]:
+    def isolate(
+        self, seen: Seen, at: float, book: Book, members: Collection[str] = (), rule: Escalation = AT_ONCE
+    ) -> tuple[Ledger, list[Change]]:
         """Out of use at once, because of what this fault is."""
         turn = _Turn(self, book, members)
-        turn.put_away(AT_ONCE, seen, at, seen.code)
+        turn.put_away(rule, seen, at, seen.code)
         return turn.ledger(), turn.changes
 
     def next_deadline(self) -> float | None:
@@ -317,8 +317,8 @@ class _Turn:
         subject = seen.subject
         if covering(self._quarantine, subject) is not None:
             return
-        if kind := takes_the_last(self._quarantine, self._members, subject):
-            text = f"{subject} had {often} and belongs into quarantine (rule {rule.id}), but is the last {kind} that may be used: it stays in use"
+        if last := takes_the_last(self._quarantine, self._members, subject):
+            text = f"{subject} had {often} and belongs into quarantine (rule {rule.id}), but {last} that may be used: it stays in use"
             self._tell(What.SPARED, seen, at, text, rule=rule.id)
             return
         evidence = [seen.evidence] if seen.evidence else []

@@ -93,6 +93,12 @@ class Escalation(Row, frozen=True, kw_only=True):
         )
 
 
+AT_ONCE = Escalation(id="policy", times=1, quarantine=True, release_s=172_800.0)
+"""Of a fault that takes its device out of use the first time; probation as for those that come often."""
+BY_VOTE = Escalation(id="vote", times=1, quarantine=True, release_s=172_800.0)
+"""The same of a device that only its results speak against: it is used all the same where there is no other."""
+
+
 class Book(msgspec.Struct, frozen=True, kw_only=True):
     """All rules of escalation, the user's first, and the limits on restarts and resets."""
 

@@ -57,24 +57,24 @@ def usable(entries: Entries, members: Iterable[str]) -> list[str]:
 
 
 def takes_the_last(entries: Entries, members: Collection[str], subject: str) -> str:
-    """Which kind of thing the job would have none of without this one: `node`, `device`, or nothing."""
+    """What the job would have none of without this one, as `is the last node`, `has the last devices`; or nothing."""
     if kind_of(subject) == "link":
         return ""
     without = {**entries, subject: Entry(subject=subject, reason="", since=0.0)}
-    for kind in ("device", "node"):
+    for kind in ("node", "device") if kind_of(subject) == "node" else ("device", "node"):
         # of a large job the first that is usable ends the search
         if any(kind_of(one) == kind and covering(without, one) is None for one in members):
             continue
         if usable(entries, [one for one in members if kind_of(one) == kind]):
-            return kind
+            return f"is the last {kind}" if kind_of(subject) == kind else f"has the last {kind}s"
     return ""
 
 
 def added(entries: Entries, entry: Entry, members: Collection[str], *, force: bool = False) -> dict[str, Entry]:
     """With one more, as a person wants it. Refused where nothing would be left to train on."""
-    if not force and (kind := takes_the_last(entries, members, entry.subject)):
+    if not force and (last := takes_the_last(entries, members, entry.subject)):
         raise UsageError(
-            f"{entry.subject} is the last {kind} of this job that may be used: with it in quarantine nothing could train",
+            f"{entry.subject} {last} of this job that may be used: with it in quarantine nothing could train",
             hint="release another one first, or add --force",
         )
     return {**entries, entry.subject: entry}

@@ -115,8 +115,14 @@ def _template(fault: Fault, signal: Signal) -> str:
         return fault.message
     if signal.payload.get("exception"):
         return RAISED if signal.source == "step.raised" else ENDED
-    who = "rank {rank}" if signal.rank >= 0 else "{node}"
-    return f"{who}: {fault.title.replace('{', '{{').replace('}', '}}')}"
+    part = str(signal.payload.get("subject", "")) if signal.rank < 0 else ""
+    who = "rank {rank}" if signal.rank >= 0 else f"{{node}} {_plain(part)}".rstrip()
+    return f"{who}: {_plain(fault.title)}"
+
+
+def _plain(text: str) -> str:
+    """For a template: what is in braces is no name of a value."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _first_line(text: str) -> str:

@@ -124,7 +124,6 @@ class Execution:
                 self.actions.note("leave", f"rank {number}")
             elif decision.rung is Rung.RESET_DEVICE:
                 self.resets.begin(fleet.ranks[number], now)
-                self.actions.note("reset", f"device {fleet.ranks[number].place}", LIMIT_S)
             else:
                 self._promote(fleet.ranks[number], now)
         self._building = {n: t for n, t in self._building.items() if fleet.ranks[n].newcomer}
@@ -191,10 +190,13 @@ class Execution:
 
     def _go_on_resetting(self, now: float) -> None:
         for rank in self.resets.done():
+            self.actions.note("reset", f"device {rank.place}", LIMIT_S)
             self._promote(rank, now)
-        if problem := self.resets.failed(now):
-            self.resets.waiting.clear()
-            self.problem, self.stage = problem, Stage.IDLE
+        failed = self.resets.failed(now)
+        for place, why in failed.items():
+            self.actions.note("reset", f"device {place}", LIMIT_S, outcome=OutcomeKind.PERMANENT, detail=why)
+        if failed:
+            self.problem, self.stage = "; ".join(failed.values()), Stage.IDLE
 
     def hear(self, message: orders.ToController) -> bool:
         """What only this has to know: a free port for MASTER_PORT, a newcomer beside a rank, the end of a reset."""
@@ -371,7 +373,8 @@ class Execution:
             rank.move(RankState.FORMING)
         fleet.formed_generation = fleet.generation
         self.stage = Stage.FORMING
-        self.actions.note("form", "all", self._settings.build_timeout_s, detail=f"step {choice.version}{choice.note}")
+        where = "what the ranks find" if self._fresh and fleet.generation else f"step {choice.version}"
+        self.actions.note("form", "all", self._settings.build_timeout_s, detail=f"{where}{choice.note}")
 
     # --- deadlines ---
 

@@ -28,7 +28,7 @@ def settle(fleet: Fleet, spec: JobSpec, waited_s: float, limit_s: float) -> dict
         return dict(zip((rank.rank for rank in unplaced), free, strict=False))
     if waited_s < limit_s:
         raise Waiting
-    able = fleet.fit()
+    able = fleet.fit(spec.max_nodes)
     if len(able) < spec.min_nodes:
         gone = sorted({rank.node for rank in unplaced})
         raise Homeless(f"node {', '.join(gone)} did not come back within {limit_s:.0f} s")

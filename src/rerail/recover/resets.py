@@ -28,8 +28,8 @@ class Resets:
 
     fleet: Fleet
     waiting: dict[str, Reset] = field(default_factory=dict)
-    finished: list[Place] = field(default_factory=list)
-    """Reset with success, for whoever counts them; the controller empties it."""
+    ended: dict[Place, str] = field(default_factory=dict)
+    """Devices that were to be reset, and why that has failed, or nothing: for whoever counts them, and empties it."""
 
     def begin(self, rank: Rank, now: float) -> None:
         """End what is left of the rank there, and have its device reset."""
@@ -50,17 +50,23 @@ class Resets:
         """Ranks whose device is as good as new; each is named once."""
         ready = [key for key, one in self.waiting.items() if one.answer is not None and one.answer.ok]
         resets = [self.waiting.pop(key) for key in ready]
-        self.finished += [one.place for one in resets]
+        self.ended |= dict.fromkeys((one.place for one in resets), "")
         return [self.fleet.ranks[one.rank] for one in resets]
 
-    def failed(self, now: float) -> str:
-        """Why one of them comes to nothing, or nothing."""
-        for one in self.waiting.values():
-            if one.answer is not None and not one.answer.ok:
-                return f"device {one.place} could not be reset: {one.answer.last_line}"
-            if now >= one.since + LIMIT_S:
-                return f"device {one.place} was not reset within {LIMIT_S:.0f} s"
-        return ""
+    def failed(self, now: float) -> dict[Place, str]:
+        """Why devices were not reset; nothing as long as one is still at it: nobody is to be put there meanwhile."""
+        if any(one.answer is None and now < one.since + LIMIT_S for one in self.waiting.values()):
+            return {}
+        failed = {one.place: _why(one) for one in self.waiting.values()}
+        self.waiting.clear()
+        self.ended |= failed
+        return failed
 
     def deadline(self) -> float | None:
         return min((one.since + LIMIT_S for one in self.waiting.values()), default=None)
+
+
+def _why(one: Reset) -> str:
+    if one.answer is None:
+        return f"device {one.place} was not reset within {LIMIT_S:.0f} s"
+    return f"device {one.place} could not be reset: {one.answer.last_line}"

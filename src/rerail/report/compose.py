@@ -138,7 +138,7 @@ _ALSO = {Rung.RESET_DEVICE: "device of {ranks} reset and its process replaced in
 
 
 def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
-    return "; then ".join([first.summary, *(diagnosis.summary for diagnosis in later)])
+    return "; then ".join(dict.fromkeys([first.summary, *(diagnosis.summary for diagnosis in later)]))
 
 
 def source_in_words(source: Source) -> str:

@@ -6,6 +6,7 @@ Called by `report.summary`; shown by `report.text`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -16,6 +17,9 @@ from rerail.flow import Event, Severity, Signal
 from rerail.runtime.machines import HEALTH, WINDOW_S
 
 VERDICTS = "training.replica"
+PLACE_OUT, PLACE_BACK = "checkpoint.tier_out", "checkpoint.tier_back"
+"""Sources of what ranks tell of places for checkpoints."""
+_PLACE = re.compile(r"the place (.+?) for checkpoints ")
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +84,33 @@ def also_seen(signals: Iterable[Signal], events: Iterable[Event], named: Collect
             passing=signal.payload.get("detector") == KernelLog.name,
             message=event.message,
             evidence=event.evidence,
+        )
+    return sorted(found.values(), key=lambda one: one.first)
+
+
+def places_seen(signals: Iterable[Signal]) -> list[Seen]:
+    """Places for checkpoints that were out, by node and place, in the order they went."""
+    found: dict[tuple[str, str], Seen] = {}
+    for signal in signals:
+        message = str(signal.payload.get("message", ""))
+        told = _PLACE.search(message)
+        if signal.source not in (PLACE_OUT, PLACE_BACK) or told is None:
+            continue
+        key = (signal.node, told[1])
+        before = found.get(key)
+        if signal.source == PLACE_BACK:
+            if before is not None:
+                found[key] = msgspec.structs.replace(before, over=True, over_at=signal.at)
+            continue
+        found[key] = Seen(
+            code=PLACE_OUT,
+            node=signal.node,
+            subject=told[1],
+            severity=Severity.DEGRADED,
+            first=before.first if before is not None else signal.at,
+            last=signal.at,
+            count=before.count + 1 if before is not None else 1,
+            message=message[told.end() :],
         )
     return sorted(found.values(), key=lambda one: one.first)
 

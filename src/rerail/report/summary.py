@@ -15,7 +15,7 @@ import msgspec
 
 from rerail.errors import UsageError
 from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Recovery, Report, Signal
-from rerail.report.seen import Seen, also_seen
+from rerail.report.seen import Seen, also_seen, places_seen
 from rerail.report.spells import fault_time
 from rerail.runtime.journal import FILE_NAME, Journal
 
@@ -96,10 +96,11 @@ def fault_times(journal: Journal, found: Iterable[Report]) -> dict[int, float]:
 
 
 def seen(journal: Journal) -> list[Seen]:
-    """Faults of machines and training that were told, and were not the cause of an incident."""
+    """Faults of machines, training and places for checkpoints that were told, and were not the cause of an incident."""
     diagnoses = _of(journal.records(kind="diagnosis"), Diagnosis)
-    signals, events = journal.records(kind="signal"), journal.records(kind="event")
-    return also_seen(_of(signals, Signal), _of(events, Event), {found.root for found in diagnoses})
+    signals, events = _of(journal.records(kind="signal"), Signal), _of(journal.records(kind="event"), Event)
+    found = [*also_seen(signals, events, {found.root for found in diagnoses}), *places_seen(signals)]
+    return sorted(found, key=lambda one: one.first)
 
 
 def story(journal: Journal, report: Report) -> Story:

@@ -6,6 +6,7 @@ Called by `runtime.controller` for the first message of every connection.
 from __future__ import annotations
 
 import hmac
+import sys
 from dataclasses import dataclass
 
 from rerail.config import JobSpec
@@ -45,10 +46,13 @@ class Greeting:
 class Admission:
     """The door. Closed once every place is taken; open again when a node is lost."""
 
-    def __init__(self, fleet: Fleet, spec: JobSpec, token: str, lost_s: float = 0.0) -> None:
+    def __init__(self, fleet: Fleet, spec: JobSpec, token: str, lost_s: float = 0.0, node_wait_s: float = 30.0) -> None:
         self._fleet, self._spec, self._token, self._lost_s = fleet, spec, token, lost_s
+        self._node_wait_s = node_wait_s
         self._most = spec.max_nodes + spec.spare_nodes
         self._min_since: float | None = None
+        self._spared_since: float | None = None
+        """Since when there are enough nodes only together with those that are to be spares."""
         self._arrivals = 0
         self._first_at: float | None = None
         self._told = False
@@ -86,35 +90,49 @@ class Admission:
             depot_port=hello.depot_port,
         )
         self._fleet.agents[hello.node] = agent
-        if len(self._fleet.connected()) >= self._spec.min_nodes and self._min_since is None:
+        if len(self._members()) >= self._spec.min_nodes and self._min_since is None:
             self._min_since = now
         return Greeting(agent=agent, replaced=known)
 
     def complete(self, now: float) -> bool:
         """Whether the job can be placed and started."""
-        here = len(self._fleet.connected())
+        here, enough = len(self._members()), self._spec.min_nodes
         if here >= self._spec.max_nodes:
             return True
-        if here < self._spec.min_nodes:
-            self._min_since = None
-        return self._min_since is not None and now >= self._min_since + LAST_CALL_S
+        if here >= enough:
+            return self._min_since is not None and now >= self._min_since + LAST_CALL_S
+        self._min_since = None
+        if len(self._fleet.connected()) < enough:
+            self._spared_since = None
+        elif self._spared_since is None:
+            self._spared_since = now
+        return self._spared_since is not None and now >= self._spared_since + self._node_wait_s
+
+    def _members(self) -> list[Agent]:
+        """Nodes that ranks are to be on. Where there are spares, those whose --node-rank lies beyond --nnodes are spares."""
+        last = self._spec.max_nodes if self._spec.spare_nodes else sys.maxsize
+        return [agent for agent in self._fleet.connected() if agent.node_rank < last]
 
     def notice(self, now: float) -> str:
         """What to tell the user about nodes that do not come; once, and else nothing."""
-        here, spec = [agent.node for agent in self._fleet.connected()], self._spec
+        here, spec = [agent.node for agent in self._members()], self._spec
         if self._told or self._first_at is None or now < self._first_at + PATIENCE_S or len(here) >= spec.min_nodes:
             return ""
         self._told = True
+        spares = [agent.node for agent in self._fleet.connected() if agent.node not in here]
+        instead = f"\n  {', '.join(spares)}: spare, used instead after {self._node_wait_s:g} s" if spares else ""
         return (
             f"waiting for nodes: {len(here)} of {spec.min_nodes} here ({', '.join(here) or 'none'})\n"
             f"  start the others: rerail run --nnodes {spec.min_nodes} --rdzv-id {spec.job} "
-            f"--rdzv-endpoint {spec.endpoint_host}:{spec.endpoint_port} --node-rank N ..."
+            f"--rdzv-endpoint {spec.endpoint_host}:{spec.endpoint_port} --node-rank N ...{instead}"
         )
 
     def next_deadline(self) -> float | None:
         if self._min_since is not None:
             return self._min_since + LAST_CALL_S
-        return None if self._told or self._first_at is None else self._first_at + PATIENCE_S
+        told = None if self._told or self._first_at is None else self._first_at + PATIENCE_S
+        spared = None if self._spared_since is None else self._spared_since + self._node_wait_s
+        return min((time for time in (told, spared) if time is not None), default=None)
 
     def node_rank(self, agent: Agent) -> int:
         """Its place among the nodes, as far as it is known."""

@@ -177,12 +177,12 @@ class Agent:
             return
         slot.end_child()
         self._started_at = self._started_at or time.monotonic()  # a spare node has had no other start
-        self._place(assignment, slot, tuple(order.kept), new=False)
+        self._place(assignment, slot, tuple(order.kept), new=order.beside)
         slot.beside = order.beside
 
     def _place(self, assignment: wire.Assign, slot: Slot, kept: tuple[orders.Kept, ...] = (), new: bool = True) -> None:
         slot.local_rank = local_rank = int(assignment.env["LOCAL_RANK"])
-        child = self.pool.take(promoted=not new)
+        child = self.pool.take(awaited=not new)
         folder = self.logs.folder(assignment.generation, local_rank)
         error_file = folder / "error.json"
         error_file.unlink(missing_ok=True)

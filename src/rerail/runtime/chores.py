@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +20,8 @@ from rerail.runtime.processes import attended
 
 LIMIT_S = {CHECK: 1800.0, RESET: 180.0}
 TEXT = 2000
+DEVICE = "{device}"
+"""In a command: stands for the number of the device."""
 RESETTERS = {
     "nvidia-smi": "nvidia-smi --gpu-reset -i {device}",
     "npu-smi": "npu-smi set -t reset -i {device} -c 0",
@@ -30,6 +33,27 @@ RESETTERS = {
 def reset_command(setting: str) -> str:
     """The command that resets `{device}` here; empty: nothing is known to."""
     return setting or next((command for tool, command in RESETTERS.items() if shutil.which(tool)), "")
+
+
+def problem_with(setting: str) -> str:
+    """Why no device could be reset by the setting `reset_command`, wherever it is run; or nothing."""
+    try:
+        words = shlex.split(setting)
+    except ValueError as error:
+        return f"it cannot be read ({str(error).lower()})"
+    if not words and setting:
+        return "it is blank; leave it out, so that the vendor's own tool is used"
+    if words and not any(DEVICE in word for word in words):
+        other = next((found[0] for word in words if (found := re.search(r"\{\w*\}", word))), "")
+        meant = f"; did you mean {DEVICE} by {other}?" if other else ", which stands for the number of the device"
+        return f"it has no {DEVICE}{meant}"
+    return ""
+
+
+def lacks(setting: str) -> str:
+    """The program of the setting `reset_command` if it is not found on this machine, or nothing."""
+    program = next(iter(shlex.split(setting)), "")
+    return program if program and shutil.which(program) is None else ""
 
 
 class Chores:
@@ -59,7 +83,7 @@ class Chores:
     def _command(self, order: Chore) -> list[str]:
         if order.kind == CHECK:
             return [sys.executable, "-m", "rerail.cli.main", "check", "--deep"]
-        return [part.replace("{device}", str(order.device)) for part in shlex.split(self._reset)]
+        return [part.replace(DEVICE, str(order.device)) for part in shlex.split(self._reset)]
 
 
 async def _run(command: list[str], limit_s: float, env: Mapping[str, str]) -> tuple[bool, str]:

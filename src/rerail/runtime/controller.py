@@ -58,13 +58,13 @@ class Controller:
         self.inbox: asyncio.Queue[Inbound | Sighting] = asyncio.Queue()
         self.fleet = Fleet()
         self.intake = Intake(self.fleet, spec.job, settings, several=spec.several_nodes)
-        self.admission = Admission(self.fleet, spec, token, settings.agent_lost_s)
+        self.admission = Admission(self.fleet, spec, token, settings.agent_lost_s, settings.node_wait_s)
         self.execution = Execution(self.fleet, spec, settings)
         self.departure = Departure(self.fleet, self.execution)
         self.classifier = Classifier(Levels.of(settings).catalog())
         self.handling = Handling.of(settings, self.classifier.catalog, spec.job, journal)
-        self.isolation = Isolation(self.fleet, self.handling, tell)
-        self.machines = Machines(self.classifier, tell, self.fleet.pid_of, self.isolation.heard)
+        keeper = self.isolation = Isolation(self.fleet, self.handling, tell)
+        self.machines = Machines(self.classifier, tell, self.fleet.pid_of, keeper.heard, keeper.is_elsewhere)
         self.injections = Injections(self.fleet, allowed=spec.allow_inject)
         self.rollbacks = Rollbacks(self.fleet, self.intake, settings)
         self.incident: Incident | None = None
@@ -185,7 +185,7 @@ class Controller:
 
     def _evacuate(self) -> Diagnosis | None:
         """Nothing is broken, but somebody is where nobody should be."""
-        self.isolation.were_reset(self.execution.resets.finished, time.time())
+        self.isolation.were_reset(self.execution.resets.ended, time.time())
         self.isolation.tick(time.time())
         found = self.isolation.evacuation(self.spec.job, time.time()) if self._calm else None
         if found is not None:
@@ -318,7 +318,7 @@ class Controller:
         return self.budget.restarts_used, allowed
 
     def _start_job(self, now: float, wall: float) -> None:
-        self.fleet.place(self.fleet.fit()[: self.spec.max_nodes])
+        self.fleet.place(self.fleet.fit(self.spec.max_nodes)[: self.spec.max_nodes])
         self._started = now
         self.isolation.tell_of_the_start()
         self.execution.restart(now, wall, restarts=self._restarts(), cause="", first=True)

@@ -318,12 +318,12 @@ class Fleet:
 
     # --- changes ---
 
-    def fit(self) -> list[Agent]:
-        """Nodes that are there, first those with a healthy place for each rank: by --node-rank where given, then by arrival."""
+    def fit(self, nodes: int) -> list[Agent]:
+        """Nodes that are there, first those with a healthy place for each rank: by --node-rank, by arrival, then spares."""
 
         def order(agent: Agent) -> tuple[bool, int, int]:
-            lacks = len(self.healthy(agent)) < agent.slots
-            return lacks, agent.node_rank if agent.node_rank >= 0 else 1 << 30, agent.arrival
+            lacks, given = len(self.healthy(agent)) < agent.slots, agent.node_rank
+            return lacks, given - nodes if 0 <= given < nodes else given + 1, agent.arrival
 
         return sorted(self.connected(), key=order)
 

@@ -16,7 +16,7 @@ import msgspec
 from rerail.config import Settings
 from rerail.decide.axes import Levels, parse_levels
 from rerail.decide.escalate import Change, Ledger
-from rerail.decide.escalation import Book, Seen, book_of, escalation_problems
+from rerail.decide.escalation import AT_ONCE, Book, Escalation, Seen, book_of, escalation_problems
 from rerail.decide.policy import GRACEFUL, About, Policy, Verdict
 from rerail.decide.policy_check import problems, unmatched
 from rerail.decide.quarantine import Entry
@@ -24,6 +24,7 @@ from rerail.decide.subjects import KINDS, of_sighting
 from rerail.errors import ConfigError
 from rerail.faults.catalog import Catalog, Fault
 from rerail.flow import Event, Rung, Severity
+from rerail.runtime.chores import lacks, problem_with
 from rerail.runtime.journal import Journal
 from rerail.runtime.processes import say
 from rerail.wording import counted
@@ -56,6 +57,8 @@ def shipped_book(settings: Settings, origin: str = "rerail.toml") -> Book:
 def problems_with(settings: Settings, faults: Sequence[Fault], origin: str = "rerail.toml") -> list[str]:
     """Everything that is wrong with the policy and the rules of escalation, one sentence each."""
     found: list[str] = []
+    if why := problem_with(settings.reset_command):
+        found.append(f"{origin}: reset_command is {settings.reset_command!r}, but {why}")
     for read in (policy_of, shipped_book):
         try:
             read(settings, origin)
@@ -76,9 +79,17 @@ def problems_with(settings: Settings, faults: Sequence[Fault], origin: str = "re
     return [*found, *problems(policy, faults, origin), *escalation_problems(book, codes, unknown, own, origin)]
 
 
+def missing_here(settings: Settings, origin: str = "rerail.toml") -> list[str]:
+    """What a job on this machine would lack, one sentence each; elsewhere it may be there."""
+    if problem_with(settings.reset_command) or not (program := lacks(settings.reset_command)):
+        return []
+    text = f"reset_command is {settings.reset_command!r}, but there is no program {program} here (PATH)"
+    return [f"{origin}: {text}; install it, or correct the setting"]
+
+
 def check(settings: Settings, faults: Sequence[Fault], origin: str = "rerail.toml") -> None:
     """Refuse settings under which a job could not be handled."""
-    found = problems_with(settings, faults, origin)
+    found = [*problems_with(settings, faults, origin), *missing_here(settings, origin)]
     if found:
         more = f"\n  ({counted(len(found) - 1, 'more problem')}: rerail policy check)" if len(found) > 1 else ""
         raise ConfigError(f"{found[0]}{more}")
@@ -155,9 +166,9 @@ class Handling:
         """Whether ranks may be placed there."""
         return self.ledger.quarantined(subject) is None
 
-    def isolate(self, seen: Seen, at: float) -> list[Change]:
+    def isolate(self, seen: Seen, at: float, rule: Escalation = AT_ONCE) -> list[Change]:
         """Put it into quarantine at once, because of what the fault is; never the last one."""
-        return self._changed(self.ledger.isolate(seen, at, self.book, self.members))
+        return self._changed(self.ledger.isolate(seen, at, self.book, self.members, rule))
 
     def add(self, entry: Entry, members: Collection[str], *, force: bool = False) -> None:
         """By hand."""
@@ -179,8 +190,12 @@ class Handling:
         """Why this device cannot be reset now, or nothing."""
         return self.ledger.may_reset(device, at, self.book)
 
+    def last_reset(self, device: str) -> float | None:
+        """When this device was reset last, or was to be; None: not of late."""
+        return max(self.ledger.resets.get(device, ()), default=None)
+
     def reset_done(self, device: str, at: float) -> None:
-        """Count it."""
+        """Count it, also if it has failed."""
         self.ledger = self.ledger.reset_done(device, at, self.book)
 
     # --- memory -------------------------------------------------------------------------------------------------

@@ -12,21 +12,24 @@ from typing import NamedTuple
 
 from rerail.decide.axes import Admission, Axes, Repair, Running
 from rerail.decide.budget import EVACUATE
-from rerail.decide.escalate import AT_ONCE, Change, Ledger, What
-from rerail.decide.escalation import Seen
+from rerail.decide.escalate import Change, Ledger, What
+from rerail.decide.escalation import AT_ONCE, BY_VOTE, Escalation, Seen
 from rerail.decide.quarantine import Entry
-from rerail.decide.subjects import kind_of
+from rerail.decide.subjects import kind_of, node_of, of_sighting
 from rerail.detect.kernel_log import KernelLog
-from rerail.flow import Diagnosis, Event, Place, Signal, new_id
+from rerail.flow import Diagnosis, Event, Place, Rung, Signal, new_id
 from rerail.runtime.fleet import Fleet, Rank, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.orders import CHECK, Chore, ChoreDone
+from rerail.wording import counted
 
 WHOLE_NODE = -1
 SAID = (What.STRONGER, What.QUARANTINED, What.SPARED, What.STORM, What.PROBATION, What.BACK)
 """Changes that are worth a line on the screen."""
 MANUAL = "place.quarantined"
 """Code of an evacuation that no fault has led to."""
+NAMED = "training.replica_differs"
+"""Code of a rank whose replicas agree on another state than it has: no monitor says so, but a vote."""
 TRIES = 3
 """Times that a rank is to leave a place for the same better ones: another fault may have come in between."""
 
@@ -37,6 +40,8 @@ class Passing(NamedTuple):
     code: str
     message: str
     axes: Axes
+    at: float = 0.0
+    """When it was seen last, by the wall clock."""
     lasting: bool = False
     """It counts for more than by itself until the ledger calls it over; otherwise until its monitor does."""
 
@@ -57,27 +62,45 @@ class Isolation:
         self._passing: dict[tuple[str, str], Passing] = {}
         """Faults that keep new work away for as long as they stand, by code and subject."""
         self._seen: Ledger | None = None
+        self._nowhere: set[str] = set()
+        """Places that the job does not have, of which a fault was told."""
         self._checks: dict[str, str] = {}
         """Checks of what is on probation, by the order: those under way, and those that failed."""
         self._tried: dict[tuple[int, Place], Tried] = {}
         """Ranks that were to leave a place and did not, or had nowhere to go."""
         for one in handling.ledger.standing.values():  # of which a former controller was told
             if one.gone_since < 0 and (one.occurred or not one.seen.mute_s):
-                self._stands(one.seen, one.since, one.seen.evidence)
+                self._stands(one.seen, one.last, one.seen.evidence)
         self.refresh()
 
     def heard(self, signal: Signal, event: Event) -> None:
-        """A monitor has told of a machine."""
+        """A monitor has told of a machine, or a vote has named a rank."""
+        if event.code == NAMED and event.rank >= 0:
+            self.blamed(event)
+            return
         subject, over = str(signal.payload.get("subject", "")), bool(signal.payload.get("over"))
         self._refresh_members()
         once = signal.payload.get("detector") == KernelLog.name
         seen = self._handling.seen(event, subject, over=over, once=once)
+        self._say_if_nowhere(seen)
         self._take(self._handling.note(seen, event.at))
         if not seen.mute_s or over:
             self._stands(seen, event.at, event.message or f"{seen.subject}: {seen.code}")
         self.refresh()
 
-    def _stands(self, seen: Seen, at: float, message: str) -> None:
+    def _say_if_nowhere(self, seen: Seen) -> None:
+        """A device that the job does not have is none of its matters, but whoever told of it may have meant another."""
+        place, members = place_of(seen.subject), self._handling.members
+        unknown = place is not None and f"node:{place.node}" in members and seen.subject not in members
+        if unknown and not seen.over and seen.axes.admission is not Admission.YES and seen.subject not in self._nowhere:
+            self._nowhere.add(seen.subject)
+            here = sum(kind_of(one) == "device" and node_of(one) == node_of(seen.subject) for one in members)
+            self._tell(
+                f"{seen.subject}: there is no such place in this job, which has {counted(here, 'device')} there: "
+                f"{seen.code} is written down and concerns no rank"
+            )
+
+    def _stands(self, seen: Seen, at: float, message: str, rule: Escalation = AT_ONCE) -> None:
         """A fault keeps new work away for good, or for as long as it is there."""
         key = seen.code, seen.subject
         known = self._passing.get(key)
@@ -86,18 +109,33 @@ class Isolation:
         if seen.over:
             self._passing.pop(key, None)
         elif seen.axes.admission is Admission.NO:
-            self._take(self._handling.isolate(seen, at))
+            self._take(self._handling.isolate(seen, at, rule))
         elif seen.axes.admission is Admission.NOT_NOW:
-            self._passing[key] = Passing(seen.code, message, seen.axes)
+            self._passing[key] = Passing(seen.code, message, seen.axes, at)
 
     def blamed(self, event: Event) -> None:
-        """A rank or node of the job broke: how often that happens is counted where its hardware is at fault."""
+        """A rank or node of the job broke: how often that happens is counted where its hardware is at fault.
+
+        Of one that a vote has named, what the policy says of its place holds the first time.
+        """
         rank, seen = self._fleet.ranks.get(event.rank), self._handling.seen(event)
         subject = f"node:{event.node}" if rank is None or seen.scope == "node" else f"device:{rank.place}"
-        if seen.hardware:
-            self._refresh_members()
-            self._take(self._handling.heard(event, subject))
-            self.refresh()
+        if not seen.hardware:
+            return
+        self._refresh_members()
+        seen = self._handling.seen(event, subject)
+        self._take(self._handling.note(seen, event.at))
+        if event.code == NAMED and not seen.mute_s:
+            self._stands(seen, event.at, event.message, BY_VOTE)
+        self.refresh()
+
+    def is_elsewhere(self, node: str, subject: str, rank: int) -> bool:
+        """Whether what a monitor calls so is a device of this job, and not the one that this rank has."""
+        self._refresh_members()
+        named, one = of_sighting(node, subject, "device"), self._fleet.ranks.get(rank)
+        device = self._handling.same.get(named, named)
+        is_known = kind_of(device) == "device" and device in self._handling.members
+        return is_known and one is not None and device != f"device:{one.place}"
 
     def tick(self, wall: float) -> None:
         """What the passing of time changes, and what people have changed meanwhile."""
@@ -108,14 +146,17 @@ class Isolation:
             self.refresh()
             self._check_probation()
 
-    def were_reset(self, places: list[Place], wall: float) -> None:
-        """Faults that a reset repairs are gone with it; the list is emptied."""
-        for place in places:
+    def were_reset(self, ended: dict[Place, str], wall: float) -> None:
+        """Faults that a reset repairs are gone with it, unless it has failed, which is said; what has ended is emptied."""
+        for place, failed in ended.items():
             device = f"device:{place}"
             self._handling.reset_done(device, wall)
-            self._passing = {key: one for key, one in self._passing.items() if key[1] != device}
+            if failed:
+                self._tell(failed)
+            else:
+                self._passing = {key: one for key, one in self._passing.items() if key[1] != device}
             self.refresh()
-        places.clear()
+        ended.clear()
 
     def _check_probation(self) -> None:
         """What was long enough without a fault is tested once more before it is used."""
@@ -191,7 +232,7 @@ class Isolation:
         place = sick[0].place
         code, why = self._code(place), self._why(place)
         leaving = [rank for rank in sick if self._code(rank.place) == code]
-        if not self._can_reset(leaving, code):
+        if not self._can_reset(leaving, code, at):
             free = len(fleet.free())
             for rank in leaving[free:]:
                 self._note_try(rank, stuck=True)
@@ -224,7 +265,7 @@ class Isolation:
         if diagnosis is None or diagnosis.rule != EVACUATE or fleet.generation != fleet.formed_generation:
             return False
         leaving = [fleet.ranks[rank] for rank in diagnosis.ranks]
-        return len(fleet.free()) < len(leaving) and not self._can_reset(leaving, diagnosis.code)
+        return len(fleet.free()) < len(leaving) and not self._can_reset(leaving, diagnosis.code, diagnosis.at)
 
     def _note_try(self, rank: Rank, *, stuck: bool) -> None:
         free, before = frozenset(self._fleet.free()), self._tried.get((rank.rank, rank.place))
@@ -243,16 +284,32 @@ class Isolation:
         if entry is None:
             return passing is not None and passing.axes.running is not Running.NO
         # what a fault only keeps new work away from may finish what it does
-        at_once = bool(entry.code) and entry.rule == "policy"
+        at_once = bool(entry.code) and entry.rule in (AT_ONCE.id, BY_VOTE.id)
         return not at_once or self._handling.verdict(entry.code, node=rank.node).axes.running is not Running.NO
 
     def _why(self, place: Place) -> str:
         entry, passing = self._entry(place), self._passing_at(place)
         return _out_of_use(entry) if entry is not None else passing.message if passing is not None else ""
 
-    def _can_reset(self, leaving: list[Rank], code: str) -> bool:
-        wanted = self._handling.verdict(code).axes.repair is Repair.RESET_DEVICE
-        return wanted and all(self._fleet.agents[rank.node].resets for rank in leaving)
+    def _can_reset(self, leaving: list[Rank], code: str, at: float) -> bool:
+        verdict = self._handling.verdict(code)
+        wanted = verdict.axes.repair is Repair.RESET_DEVICE and Rung.RESET_DEVICE in verdict.rungs
+        return wanted and all(
+            self._fleet.agents[rank.node].resets
+            and not self._was_reset(rank.place)
+            and not self._handling.may_reset(f"device:{rank.place}", at)
+            for rank in leaving
+        )
+
+    def _was_reset(self, place: Place) -> bool:
+        """Whether that was tried since a fault was last seen there: what it did not help against, it will not the next time."""
+        tried, entry, passing = (
+            self._handling.last_reset(f"device:{place}"),
+            self._entry(place),
+            self._passing_at(place),
+        )
+        seen = max(entry.last_fault if entry is not None else 0.0, passing.at if passing is not None else 0.0)
+        return tried is not None and tried >= seen
 
     def _code(self, place: Place) -> str:
         known = self._entry(place) or self._passing_at(place)
@@ -282,7 +339,7 @@ class Isolation:
             if change.what is What.STRONGER and change.rule:
                 if change.axes.admission is not Admission.YES:
                     self._passing[change.code, change.subject] = Passing(
-                        change.code, change.text, change.axes, lasting=True
+                        change.code, change.text, change.axes, change.at, lasting=True
                     )
             elif change.what is What.STRONGER:  # no longer muted
                 seen = Seen(code=change.code, subject=change.subject, axes=change.axes, evidence=change.text)

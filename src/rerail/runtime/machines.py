@@ -28,6 +28,8 @@ NEAR_S = 20.0
 """The same for faults that the catalogue does not know to go together."""
 KILLED = "process.killed"
 WORDLESS = (KILLED, "process.crashed", "process.hung", "node.lost", "rank.not_parked", "collective.failed")
+OF_ONE_DEVICE = (KILLED, "process.crashed", "process.hung", "rank.not_parked")
+"""Ends of a rank that the device of another one is no reason for; of its collectives it may be one."""
 MOMENT_S = 0.001
 KEPT = 1000
 FOLD_S = 5.0
@@ -46,8 +48,9 @@ class Machines:
         tell: Callable[[str], None],
         pid_of: Callable[[int], int] = lambda rank: 0,
         told: Callable[[Signal, Event], None] = lambda signal, event: None,
+        elsewhere: Callable[[str, str, int], bool] = lambda node, subject, rank: False,
     ) -> None:
-        self._told_of_machine = told
+        self._told_of_machine, self._elsewhere = told, elsewhere
         self._classifier, self._tell, self._pid_of = classifier, tell, pid_of
         self._advised: set[str] = set()
         self._victims: dict[str, tuple[int, Event]] = {}
@@ -61,7 +64,7 @@ class Machines:
     def heard(self, signal: Signal, incident: Incident | None) -> list[tuple[int, AnyRecord]]:
         """Records of one word of a monitor. Of an open incident it may be the cause, told later than the rank died."""
         event = self.take(signal)
-        if signal.source == MACHINE:
+        if signal.source == MACHINE or (signal.source == VOTE and event.rank >= 0):
             self._told_of_machine(signal, event)
         number = incident.number if incident is not None else 0
         records: list[tuple[int, AnyRecord]] = [(number, signal), (number, event)]
@@ -123,13 +126,18 @@ class Machines:
             if event.code == KILLED and event.rank >= 0 and event.id not in self._pids:
                 self._pids[event.id] = self._pid_of(event.rank)
                 _forget_oldest(self._pids)
+        known = {one.id: (one, subject) for (_, _, subject), one in self._standing.items()}
         own = [record for _, record in self._victims.values() if self._surely(record, events)]
-        known = {one.id: one for one in (*self._standing.values(), *own)}
+        known |= {one.id: (one, "") for one in own if one.id not in known}
         nodes = {event.node for event in events}
         found = [
             one
-            for one in known.values()
-            if one.node in nodes and one.role is Role.ROOT and any(self._explains(one, event) for event in events)
+            for one, subject in known.values()
+            if one.node in nodes
+            and one.role is Role.ROOT
+            and any(
+                self._explains(one, event) and not self._of_another(one, subject, event, events) for event in events
+            )
         ]
         first = min((event.first_seen for event in events), default=0.0)
         # the kernel says it before the process is gone, but its log may be read after
@@ -154,6 +162,14 @@ class Machines:
             return True
         # a device that has just gone is no chance companion of a process that dies without a word; of one that says why, it may be
         return known.hardware and cause.severity is Severity.CRITICAL and apart < NEAR_S and effect.code in WORDLESS
+
+    def _of_another(self, cause: Event, subject: str, effect: Event, events: Sequence[Event]) -> bool:
+        """Whether it is about a device that another rank has than those that ended; what a collective says of it may still be so."""
+        if effect.code in OF_ONE_DEVICE:
+            return self._elsewhere(cause.node, subject, effect.rank)
+        fault, ended = self._classifier.catalog.get(effect.code), [e for e in events if e.code in OF_ONE_DEVICE]
+        is_known = fault is not None and fault.is_caused_by(cause.code)
+        return bool(ended) and not is_known and all(self._elsewhere(cause.node, subject, e.rank) for e in ended)
 
     def _another(self, cause: Event, effect: Event) -> bool:
         """Whether the out-of-memory killer has ended another process than this rank's, or `cause` only counts that it did."""

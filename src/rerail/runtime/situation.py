@@ -17,6 +17,9 @@ from rerail.runtime.fleet import Fleet, RankState
 from rerail.runtime.handling import Handling
 from rerail.runtime.rollbacks import Rollbacks
 
+NAMED = 4
+"""Ranks that are named where there may be many."""
+
 
 class Desk(Protocol):
     """What is needed of `runtime.controller.Controller`; the controller knows this module, not the other way round."""
@@ -81,8 +84,16 @@ def seen_in(fleet: Fleet, diagnosis: Diagnosis) -> Situation:
         places={rank.rank: rank.place for rank in fleet.ranks.values()},
         barred={rank: why for rank in (*diagnosis.lost, *diagnosis.ranks, *fillable) if (why := fleet.bar(rank))},
         free=tuple(fleet.free()),
-        homeless=fleet.homeless(),
+        homeless=_homeless(fleet),
         elastic=fleet.elastic,
         fillable=fillable,
         newcomers=tuple(rank.rank for rank in fleet.members() if rank.newcomer),
     )
+
+
+def _homeless(fleet: Fleet) -> str:
+    """Why there are not enough healthy places, with the ranks whose places are lost and what has taken them; or nothing."""
+    lacking = fleet.homeless()
+    lost = [f"rank {r.rank} on {r.place} ({why})" for r in fleet.ranks.values() if (why := fleet.is_isolated(r.place))]
+    more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+    return f"{lacking}: {', '.join(lost[:NAMED])}{more}" if lacking and lost else lacking

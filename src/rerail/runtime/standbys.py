@@ -53,17 +53,17 @@ class StandbyPool:
         ready = sum(child.warm for child in self._children)
         return ready, len(self._children) - ready
 
-    def take(self, *, promoted: bool = False) -> Child:
+    def take(self, *, awaited: bool = False) -> Child:
         """The process that will be a working rank soonest: at join, preloaded, warming, or a new one.
 
-        Where it is to replace a lost rank and none was warm, there will be one more of them.
+        Where others wait for it in the middle of the training and none was warm, there will be one more of them.
         """
         usable = [child for child in self._children if child.alive and self._usable(child)]
         if not usable:
             self._spawn(Mode.PRELOAD, nice=0)
             usable = self._children[-1:]
         best = max(usable, key=_grade)
-        if promoted and self._refilled and not best.warm:
+        if awaited and self._refilled and not best.warm:
             self._hold_more()
         self._children.remove(best)
         self._failures = 0
@@ -91,7 +91,7 @@ class StandbyPool:
 
     def _hold_more(self) -> None:
         if self._least and time.monotonic() >= self._more_until:
-            say(f"a rank was lost before a standby was warm: {self._least + 1} are kept for the next hour")
+            say(f"a rank had to be replaced before a standby was warm: {self._least + 1} are kept for the next hour")
         self._more_until = time.monotonic() + MORE_FOR_S if self._least else 0.0
 
     def close(self) -> list[Child]:

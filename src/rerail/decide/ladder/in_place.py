@@ -40,6 +40,9 @@ def _replace_answers(diagnosis: Diagnosis, now: Situation) -> Reason | None:
         return Reason("rank-lost", "the other ranks are alive and keep their state")
     if raised(diagnosis) and not is_setback(diagnosis):
         return Reason("raised-again", "the step raised again when it was retried: the process itself may be broken")
+    if diagnosis.rule == EVACUATE and Rung.RESET_DEVICE in now.tried and not now.free:
+        why = f"{now.tried[Rung.RESET_DEVICE]}; there is no other place, so a new process goes on in the same one"
+        return Reason("reset-failed", why)
     return None
 
 
