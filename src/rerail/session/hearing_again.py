@@ -26,6 +26,7 @@ from rerail.session import plain, solo
 from rerail.session.c10d import cuda_in_use
 from rerail.session.fabric import fabric, messages
 from rerail.session.messages import ALL, RECEIVE, SEND, Told
+from rerail.session.transfer import receive_bytes, send_bytes
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
@@ -143,9 +144,7 @@ def _give(job: Job, taker: int, starts: Mapping[int, int]) -> None:
         small.saves[1] if small is not None else job._checkpoints.next_save,
         job._votes.agreed,
     )
-    head = msgspec.msgpack.encode(parcel)
-    dist.send(torch.tensor([len(head)], dtype=torch.int64), taker)
-    dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), taker)
+    send_bytes(msgspec.msgpack.encode(parcel), taker)
     for _, told in chosen:
         for tensor in told.tensors:
             if tensor.numel():
@@ -153,11 +152,7 @@ def _give(job: Job, taker: int, starts: Mapping[int, int]) -> None:
 
 
 def _take(again: Again, giver: int, newest: bool) -> None:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, giver)
-    head = torch.empty(int(length.item()), dtype=torch.uint8)
-    dist.recv(head, giver)
-    parcel = _parcel.decode(plain.tensor_bytes(head))
+    parcel = _parcel.decode(receive_bytes(giver))
     if newest and again.schedule is None:
         again.schedule = parcel
     for item in parcel.items:

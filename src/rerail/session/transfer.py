@@ -67,9 +67,7 @@ def _send(receiver: int, job: Job, told: bytes) -> None:
     every = small.snapshot_every if small is not None else job._snapshots.every
     next_save = small.saves[1] if small is not None else job._checkpoints.next_save
     header = Header(table_of(tensors), objects, every, next_save, job._votes.agreed, told)
-    head = msgspec.msgpack.encode(header)
-    dist.send(torch.tensor([len(head)], dtype=torch.int64), receiver)
-    dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), receiver)
+    send_bytes(msgspec.msgpack.encode(header), receiver)
     for parcel in _parcels(list(tensors.values())):
         whole = parcel[0].contiguous() if len(parcel) == 1 else torch.cat([tensor.reshape(-1) for tensor in parcel])
         dist.send(whole.cpu() if _by_host(whole) else whole, receiver)
@@ -77,11 +75,7 @@ def _send(receiver: int, job: Job, told: bytes) -> None:
 
 def _receive(sender: int, job: Job) -> Small | None:
     tracked = job._tracked
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, sender)
-    head = torch.empty(int(length.item()), dtype=torch.uint8)
-    dist.recv(head, sender)
-    header = _header.decode(plain.tensor_bytes(head))
+    header = _header.decode(receive_bytes(sender))
     received = tracked.prepare(header.table)
     for parcel in _parcels(received):
         if len(parcel) == 1 and parcel[0].is_contiguous() and not _by_host(parcel[0]):
@@ -100,6 +94,20 @@ def _receive(sender: int, job: Job) -> Small | None:
     job._snapshots.every, job._checkpoints.next_save = header.snapshot_every, header.next_save
     job._votes.agreed = max(job._votes.agreed, header.agreed)
     return decode(header.small) if header.small else None
+
+
+def send_bytes(data: bytes, receiver: int) -> None:
+    """What `receive_bytes` gives there."""
+    dist.send(torch.tensor([len(data)], dtype=torch.int64), receiver)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver)
+
+
+def receive_bytes(sender: int) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, sender)
+    data = torch.empty(int(length.item()), dtype=torch.uint8)
+    dist.recv(data, sender)
+    return plain.tensor_bytes(data)
 
 
 def _by_host(tensor: torch.Tensor) -> bool:
