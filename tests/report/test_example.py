@@ -13,7 +13,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 
 
 def test_the_example_tells_its_loss(tmp_path: Path) -> None:
-    small = ["--steps", "12", "--every", "2", "--layers", "1", "--width", "32", "--length", "16"]
+    # the journal keeps a sample a second, so the run has to take a few
+    small = ["--steps", "3000", "--every", "20", "--layers", "1", "--width", "32", "--length", "16"]
     command = [
         sys.executable,
         "-m",
