@@ -159,6 +159,15 @@ def test_no_more_is_kept_than_allowed() -> None:
     assert said(log, 0, 6) == [] and log.since == 6
 
 
+def test_results_of_collectives_count_as_well() -> None:
+    log = messages(most=100)
+    for version in range(5):
+        log.attempt(version)
+        collective(log, float(version), size=10)
+        log.committed(version + 1)
+    assert said(log, 0, 5) == [(3, 3.0), (4, 4.0)] and log.since == 3
+
+
 def test_what_nobody_goes_back_to_is_forgotten() -> None:
     log = messages()
     for version in range(4):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rerail.recover.plan import Choice, Infeasible
+from rerail.recover.plan import Choice, Infeasible, is_whole
 from rerail.recover.rehabilitate import carried_on
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.plans import Source
@@ -26,7 +26,7 @@ SLOWER = 4.0
 
 def without_going_back(parked: Mapping[int, Parked], choice: Choice | Infeasible, fleet: Fleet) -> Choice | Infeasible:
     """The same, but with the survivors where they are, if that can be."""
-    newest = max((p.version for p in parked.values() if _whole(p)), default=-1)
+    newest = max((p.version for p in parked.values() if is_whole(p)), default=-1)
     if newest < 0 or (isinstance(choice, Choice) and choice.version >= newest):
         return choice
     found = "" if fleet.back.trusted < 0 and not fleet.vacant() else "all have to go back"
@@ -45,12 +45,12 @@ def caught_up(parked: Mapping[int, Parked], newest: int) -> dict[int, Source] | 
         return "what the ranks hold is not to be gone on from"
     if any(p.astray for p in parked.values()):
         return "steps that were done again were not those that had been done"
-    lost = [rank for rank in sorted(parked) if not _whole(parked[rank])]
+    lost = [rank for rank in sorted(parked) if not is_whole(parked[rank])]
     common = set.intersection(*(set(parked[rank].snapshots) for rank in lost)) if lost else set()
     common = {version for version in common if version <= newest}
     if lost and not common:
         return f"ranks {', '.join(map(str, lost))} have no snapshot in common"
-    starts = {rank: p.version if _whole(p) else max(common) for rank, p in sorted(parked.items())}
+    starts = {rank: p.version if is_whole(p) else max(common) for rank, p in sorted(parked.items())}
     first = min(starts.values())
     silent = [rank for rank, start in starts.items() if start > first and not 0 <= parked[rank].logged <= first]
     if silent:
@@ -65,7 +65,3 @@ def longer_s(sources: Mapping[int, Source], newest: int, step_s: float) -> float
     """What the steps that are done again may take."""
     behind = [newest - source.at for source in sources.values() if source.kind != "stale" and source.at >= 0]
     return max(behind, default=0) * SLOWER * step_s
-
-
-def _whole(p: Parked) -> bool:
-    return p.intact and p.in_training

@@ -48,7 +48,7 @@ def choose_sources(
     if any(p.in_guard for p in parked.values()) and not _at_one_spot(parked):
         return Infeasible(reason="the fault hit inside job.guard(), and not every rank is in the same one")
     parked = _trusted(parked)
-    held = sorted({p.version for p in parked.values() if _intact(p)}, reverse=True)
+    held = sorted({p.version for p in parked.values() if is_whole(p)}, reverse=True)
     newest_snapshot = _from_snapshots(parked)
     for version in held:
         if newest_snapshot is not None and newest_snapshot.version > version:
@@ -92,7 +92,8 @@ def _at_one_spot(parked: Mapping[int, Parked]) -> bool:
     return len({(p.version, p.guards, p.in_guard) for p in parked.values()}) == 1
 
 
-def _intact(p: Parked) -> bool:
+def is_whole(p: Parked) -> bool:
+    """Whether what it holds can be gone on from."""
     return p.intact and p.in_training
 
 
@@ -103,7 +104,7 @@ def _replicas(parked: Mapping[int, Parked], rank: int) -> list[int]:
 
 
 def _from_memory(parked: Mapping[int, Parked], version: int) -> Choice | None:
-    holders = {rank for rank, p in parked.items() if _intact(p) and p.version == version}
+    holders = {rank for rank, p in parked.items() if is_whole(p) and p.version == version}
     sources: dict[int, Source] = {rank: Source(kind="own") for rank in holders}
     serving: Counter[int] = Counter()
     for rank in sorted(set(parked) - holders):
@@ -146,7 +147,7 @@ def _why_not(parked: Mapping[int, Parked], held: list[int]) -> str:
     if not held:
         return "no rank holds intact training state, and there is no snapshot that all ranks share"
     version = held[0]
-    without = [rank for rank, p in sorted(parked.items()) if not (_intact(p) and p.version == version)]
+    without = [rank for rank, p in sorted(parked.items()) if not (is_whole(p) and p.version == version)]
     names = ", ".join(str(rank) for rank in without)
     return (
         f"ranks {names} cannot get the state of step {version}: no replica holds it, and no snapshot is shared by all"

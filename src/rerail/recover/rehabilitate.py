@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from rerail.config import FAST, Settings
-from rerail.recover.plan import Choice, Infeasible
+from rerail.recover.plan import Choice, Infeasible, is_whole
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.plans import MARGIN, WINDOW, Healing, Source
 from rerail.runtime.wire import Parked
@@ -61,7 +61,7 @@ def given_up(fleet: Fleet) -> None:
 
 def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -> Choice | str:
     """Where nobody who lives has to go back; else why not."""
-    whole = {rank: p for rank, p in parked.items() if p.intact and p.in_training}
+    whole = {rank: p for rank, p in parked.items() if is_whole(p)}
     version = max((p.version for p in whole.values()), default=-1)
     if version - exact.version < LEAST:
         return "going back costs next to nothing"

@@ -176,7 +176,7 @@ class Messages:
         def complete() -> None:
             if self._kept.get(version) is told and at < len(told) and told[at] is None:
                 told[at] = one = Told(group.key, name, ALL, 0, [_copy(output) for output in outputs])
-                self._bytes += _size(one)
+                self._weigh(one)
 
         return complete
 
@@ -195,6 +195,10 @@ class Messages:
 
     def _keep(self, one: Told) -> None:
         self._kept.setdefault(self._version, []).append(one)
+        self._weigh(one)
+
+    def _weigh(self, one: Told) -> None:
+        """Make room for what is kept now, by what is oldest."""
         self._bytes += _size(one)
         while self._bytes > self._most and len(self._kept) > 1:
             self.drop_before(min(self._kept) + 1)
