@@ -15,7 +15,6 @@ from torch.nn import functional as f
 VOCABULARY = 256
 HELD_OUT = 1 << 19
 """Bytes at the end of the data that are never trained on."""
-WARM_UP = 100
 CLASSES, PIXELS = 10, 32
 
 
@@ -31,12 +30,15 @@ class Shape(NamedTuple):
     rate: float
     beta2: float = 0.95
     images: bool = False
+    warm_up: int = 100
+    lean: bool = False
+    """So large that hardly more than one state of it fits: made on the device, judged by fewer rows, little of it kept."""
 
     def rate_at(self, step: int) -> float:
         """Warm-up, then a cosine down to a tenth."""
-        if step < WARM_UP:
-            return self.rate * (step + 1) / WARM_UP
-        done = (step - WARM_UP) / max(1, self.steps - WARM_UP)
+        if step < self.warm_up:
+            return self.rate * (step + 1) / self.warm_up
+        done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
         return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
@@ -116,11 +118,12 @@ class Text:
         self._shape, self._device = shape, device
         data = python_source(1 << (21 if shape.width < 256 else 27)).to(device)
         self._data, held_out = data[:-HELD_OUT], data[-HELD_OUT:]
-        rows = 64 if device.type == "cuda" else 16
+        rows = 64 if device.type == "cuda" and not shape.lean else 16
         self.fixed = self._cut(held_out, torch.arange(rows) * (HELD_OUT // rows - shape.context - 1))
 
     def model(self) -> nn.Module:
-        return Gpt(self._shape).to(self._device)
+        with self._device if self._shape.lean else contextlib.nullcontext():
+            return Gpt(self._shape).to(self._device)
 
     def batch(self, chance: torch.Generator) -> torch.Tensor:
         starts = torch.randint(len(self._data) - self._shape.context - 1, (self._shape.batch,), generator=chance)

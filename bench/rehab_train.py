@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,13 @@ from rehab_models import Shape, task_of
 
 SHAPES = {
     "tiny": Shape(layers=8, width=64, heads=4, context=64, batch=8, steps=240, rate=2e-3),
+    "tiny-lean": Shape(layers=4, width=64, heads=4, context=64, batch=8, steps=160, rate=2e-3, warm_up=20, lean=True),
     "mini": Shape(layers=12, width=256, heads=8, context=256, batch=32, steps=800, rate=1e-3),
     "small": Shape(layers=12, width=512, heads=8, context=512, batch=32, steps=1600, rate=1e-3),
     "gpt350": Shape(layers=24, width=1024, heads=16, context=512, batch=32, steps=1000, rate=3e-4),
+    "gpt3b": Shape(layers=16, width=4096, heads=32, context=512, batch=8, steps=160, rate=2e-4, warm_up=20, lean=True),
     "vgg16": Shape(layers=15, width=64, heads=1, context=0, batch=128, steps=1000, rate=5e-4, images=True),
     "vgg16-thin": Shape(layers=15, width=8, heads=1, context=0, batch=32, steps=600, rate=1e-3, images=True),
-    "gpt3b": Shape(layers=32, width=2944, heads=23, context=512, batch=32, steps=300, rate=2e-4),
 }
 
 
@@ -37,29 +39,75 @@ class State(NamedTuple):
     tensors: list[list[torch.Tensor]]
 
 
+class Recorded:
+    """A function of one tensor whose kernels are recorded once and then started together: small models wait for launches alone."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> None:
+        self._given = given.clone()
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                function(self._given)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._found = function(self._given)
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        self._given.copy_(given)
+        self._graph.replay()
+        return self._found.clone()
+
+
 class Trainer:
     """One run. Every step's data follow from its number and the seed, whatever happened before."""
 
-    def __init__(self, shape: Shape, seed: int, device: torch.device) -> None:
+    def __init__(self, shape: Shape, seed: int, device: torch.device, *, recorded: bool = True) -> None:
         torch.manual_seed(seed)
         self.shape, self.device, self._seed = shape, device, seed
+        recorded = recorded and device.type == "cuda" and not shape.lean
         self._task = task_of(shape, device)
         self.model = self._task.model()
         self.parameters = list(self.model.parameters())
-        fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(
-            self.parameters, lr=shape.rate, betas=(0.9, shape.beta2), weight_decay=0.1, fused=fused
+            self.parameters,
+            lr=torch.tensor(shape.rate, device=device) if recorded else shape.rate,
+            betas=(0.9, shape.beta2),
+            weight_decay=0.1,
+            fused=device.type == "cuda",
+            capturable=recorded,
         )
+        self._update: Callable[[torch.Tensor], torch.Tensor] = self._one_update
+        self._look: Callable[[torch.Tensor], torch.Tensor] = self._one_look
         self.step = 0
         self.train()  # the first one makes the moments
+        if recorded:
+            self._record()
+        self.begin()
+
+    def _record(self) -> None:
+        """Where that fails, all goes on as before, only slower."""
+        batch = self._task.batch(torch.Generator().manual_seed(0))
+        try:
+            update, look = Recorded(self._one_update, batch), Recorded(self._one_look, self._task.fixed)
+        except RuntimeError as error:
+            print(f"steps are not recorded: {error}", file=sys.stderr)
+            torch.cuda.synchronize()
+            self._optimizer.zero_grad()
+            return
+        self._update, self._look = update, look
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """From the start, as if nothing had been."""
         self.step = 0
-        with torch.no_grad():
-            torch.manual_seed(seed)
-            fresh = self._task.model()
-            for mine, theirs in zip(self.parameters, fresh.parameters(), strict=True):
-                mine.copy_(theirs)
-            for kind in self.tensors()[1:]:
-                torch._foreach_zero_(kind)
+        torch.manual_seed(self._seed)
+        fresh = self._task.model()
+        for mine, theirs in zip(self.parameters, fresh.parameters(), strict=True):
+            mine.copy_(theirs)
+        for kind in self.tensors()[1:]:
+            torch._foreach_zero_(kind)
         for state in self._optimizer.state.values():
             state["step"].zero_()
 
@@ -75,22 +123,32 @@ class Trainer:
     def train(self) -> torch.Tensor:
         """One step; its loss, not waited for."""
         chance = torch.Generator().manual_seed(self._seed * 1_000_003 + self.step)
+        rate = self.shape.rate_at(self.step)
         for group in self._optimizer.param_groups:
-            group["lr"] = self.shape.rate_at(self.step)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self.step += 1
+        return self._update(self._task.batch(chance))
+
+    def _one_update(self, batch: torch.Tensor) -> torch.Tensor:
         with self._half():
-            loss: torch.Tensor = self.model(self._task.batch(chance))
+            loss: torch.Tensor = self.model(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self.step += 1
         return loss.detach()
 
-    @torch.no_grad()
     def validate(self) -> torch.Tensor:
         """The loss on what is never trained on, the same every time."""
+        return self._look(self._task.fixed)
+
+    @torch.no_grad()
+    def _one_look(self, batch: torch.Tensor) -> torch.Tensor:
         with self._half():
-            loss: torch.Tensor = self.model(self._task.fixed)
+            loss: torch.Tensor = self.model(batch)
         return loss
 
     def take(self) -> State:
