@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,7 +74,7 @@ class Totals:
 
 def build(layout: str) -> nn.Module:
     net = Net()
-    if layout == "ddp":
+    if layout in ("ddp", "zero"):
         return DistributedDataParallel(net)
     if layout in ("fsdp", "hsdp"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if layout == "hsdp" else None
@@ -105,11 +107,19 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals) -
     """Of everything that is a tensor, put together from all ranks; names without wrappers. Buffers are each rank's own."""
     found = {"totals": totals.sums}
     found.update({name.removeprefix("module."): buffer for name, buffer in model.named_buffers()})
+    shared = isinstance(optimizer, ZeroRedundancyOptimizer)
+    state = optimizer.optim.state if shared else optimizer.state
+    moments = {}
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("module.")
         found[plain] = whole(parameter)
-        for key, value in optimizer.state[parameter].items():
-            found[f"{plain}/{key}"] = whole(value)
+        for key, value in state.get(parameter, {}).items():
+            moments[f"{plain}/{key}"] = whole(value)
+    everywhere: list[dict[str, torch.Tensor]] = [moments] * (dist.get_world_size() if shared else 1)
+    if shared:
+        dist.all_gather_object(everywhere, moments)
+    for share in everywhere:
+        found.update(share)
     hashed = hashlib.sha256(str(optimizer.param_groups[0]["lr"]).encode())
     for name, tensor in sorted(found.items()):
         hashed.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -140,7 +150,9 @@ def main() -> None:
     job = rerail.join()
     torch.manual_seed(1)
     model = build(args.layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if args.layout == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     victim, at = deaths.get("before", (-1, -1))
     totals = Totals(at if job.rank == victim else -1)

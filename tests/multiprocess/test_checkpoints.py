@@ -42,7 +42,7 @@ def later_losses(run: Run, first: int) -> dict[tuple[int, int], float]:
     return {place: loss for place, loss in run.losses.items() if place[1] > first}
 
 
-@pytest.mark.parametrize(("layout", "more"), [("ddp", ()), ("fsdp", ()), ("fsdp", ("--bare",))])
+@pytest.mark.parametrize(("layout", "more"), [("ddp", ()), ("fsdp", ()), ("zero", ()), ("fsdp", ("--bare",))])
 @pytest.mark.timeout(400)
 def test_a_rank_is_killed_then_the_whole_job_and_the_bits_are_those_of_a_quiet_run(
     start: Start, tmp_path: Path, layout: str, more: tuple[str, ...]
@@ -170,14 +170,16 @@ def launched(launcher: str, ranks: int, folder: Path, *args: str) -> dict[int, d
 
 @pytest.mark.timeout(400)
 def test_every_layout_reads_what_the_one_before_has_saved(tmp_path: Path) -> None:
-    """1 rank, 2, 2, 4, 4 and 1 again; each finds the whole tensors just as they were, and trains on."""
+    """1 rank, 2, 2, 2, 4, 4, 3 and 1 again; each finds the whole tensors just as they were, and trains on."""
     before, step = "", 0
     for launcher, ranks, layout in [
         ("alone", 1, "ddp"),
         ("torchrun", 2, "fsdp"),
+        ("rerail", 2, "zero"),
         ("rerail", 2, "tp"),
         ("torchrun", 4, "fsdp+tp"),
         ("rerail", 4, "hsdp"),
+        ("torchrun", 3, "zero"),
         ("alone", 1, "ddp"),
     ]:
         step += 3

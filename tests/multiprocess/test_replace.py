@@ -15,7 +15,7 @@ def kept_their_processes(run: Run, *replaced: int) -> bool:
     return all(len(pids) == (2 if rank in replaced else 1) for rank, pids in run.pids.items())
 
 
-@pytest.mark.parametrize("style", ["ddp", "fsdp", "hsdp", "tp", "pp"])
+@pytest.mark.parametrize("style", ["ddp", "zero", "fsdp", "hsdp", "tp", "pp"])
 def test_a_killed_rank_is_replaced_and_the_weights_are_the_same(start: Start, undisturbed: Digests, style: str) -> None:
     run = start(style, "60", "--sleep", "0.01")
     run.reach(15)

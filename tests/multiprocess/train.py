@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +39,7 @@ def build(style: str, job: rerail.Job) -> tuple[nn.Module, Callable[[torch.Tenso
     model: nn.Module = nn.Sequential(
         nn.Linear(WIDTH, 64), norm, nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, WIDTH)
     )
-    if style == "ddp":
+    if style in ("ddp", "zero"):
         model = DistributedDataParallel(model)
     elif style in ("fsdp", "hsdp"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if style == "hsdp" else None
@@ -170,7 +171,9 @@ def main() -> None:
     job = rerail.join()
     torch.manual_seed(1)
     model, backward = build(args.style, job)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if args.style == "zero":  # each rank keeps the moments of a share of the parameters
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
     # ranks of one tensor-parallel or pipeline group see the same data and draw the same dropout
     lane = job.rank // 2 if args.style in ("tp", "pp") else job.rank

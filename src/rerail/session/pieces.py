@@ -23,7 +23,7 @@ from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
 from rerail.session import plain
-from rerail.session.tracked import Tracked, local_part, parameters_of
+from rerail.session.tracked import Tracked, is_shared, keeper, local_part, parameters_of
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Names that torch.compile and activation checkpointing put between a module and its own."""
@@ -40,6 +40,8 @@ class _Place(NamedTuple):
     """The parameter it goes with; for a parameter, itself."""
     changing: bool
     """Changed by a forward pass: a buffer."""
+    alone: bool = False
+    """Held by this rank alone, whoever else has the parameter: its share of an optimizer that is shared."""
 
     def holds(self, address: int) -> bool:
         return self.container.get(self.key) is self.tensor and _address(self.tensor) == address
@@ -90,9 +92,9 @@ class Pieces:
     def make_room(self, saved: dict[str, Saved]) -> None:
         """Create optimizer state that does not exist before the first step, as the checkpoint has it."""
         homes = {
-            place: (optimizer, parameter)
+            place: (keeper(optimizer), parameter)
             for name, optimizer in self._tracked.optimizers.items()
-            for place, parameter in self._named_parameters(name, optimizer)
+            for place, parameter in self._kept_here(name, optimizer)
         }
         for full, tensor in saved.items():
             place, _, key = owner_and_name(full)[1].rpartition(".")
@@ -106,8 +108,8 @@ class Pieces:
         """Drop optimizer state that the step does not have: it was saved before the first update."""
         known = {owner_and_name(name)[1] for name in saved}
         for name, optimizer in self._tracked.optimizers.items():
-            for place, parameter in self._named_parameters(name, optimizer):
-                state = optimizer.state.get(parameter, {})
+            for place, parameter in self._kept_here(name, optimizer):
+                state = keeper(optimizer).state.get(parameter, {})
                 for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
                     if f"{place}.{key}" not in known:
                         del state[key]
@@ -120,7 +122,7 @@ class Pieces:
 
     def _at(self, place: _Place) -> Piece:
         tensor, owner = place.tensor, place.owner
-        if place.changing and self._own_buffers:
+        if (place.changing and self._own_buffers) or place.alone:
             holders = {self._rank}
         elif isinstance(owner, DTensor) and not isinstance(tensor, DTensor):
             # a step count or a buffer is the same wherever the parameter is; anything longer is this rank's own affair
@@ -168,7 +170,7 @@ class Pieces:
             for part in module.modules():
                 holding += [part._parameters, part._buffers]
                 counted.append(part._modules)
-        for optimizer in self._tracked.optimizers.values():
+        for optimizer in map(keeper, self._tracked.optimizers.values()):
             holding += optimizer.state.values()
             counted += [optimizer.state, *(group["params"] for group in optimizer.param_groups)]
         return holding, counted
@@ -190,11 +192,17 @@ class Pieces:
                         owner = buffer if first is None else first
                         yield _Place(full, part._buffers, key, buffer, owner, changing=True)
         for name, optimizer in self._tracked.optimizers.items():
-            for place, parameter in self._named_parameters(name, optimizer):
-                state = optimizer.state.get(parameter, {})
+            alone = is_shared(optimizer)
+            for place, parameter in self._kept_here(name, optimizer):
+                state = keeper(optimizer).state.get(parameter, {})
                 for key, value in sorted(state.items()):
                     if isinstance(value, torch.Tensor):
-                        yield _Place(f"{place}.{key}", state, key, value, parameter, changing=False)
+                        yield _Place(f"{place}.{key}", state, key, value, parameter, changing=False, alone=alone)
+
+    def _kept_here(self, name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters whose state this rank keeps: of an optimizer that is shared, its share."""
+        mine = set(map(id, parameters_of(keeper(optimizer))))
+        return (one for one in self._named_parameters(name, optimizer) if id(one[1]) in mine)
 
     def _named_parameters(self, name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         known = {

@@ -49,6 +49,11 @@ class Tracked:
         if isinstance(value, nn.Module):
             self.modules[name] = value
         elif isinstance(value, torch.optim.Optimizer):
+            if is_shared(value) and getattr(value, "_overlap_with_ddp", False):
+                raise StateError(
+                    f"track({name}=...): ZeroRedundancyOptimizer(overlap_with_ddp=True) updates in the middle of the backward pass, "
+                    "so no step of it can be taken back. Make it without overlap_with_ddp"
+                )
             self.optimizers[name] = value
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             self.objects[name] = value
@@ -91,7 +96,7 @@ class Tracked:
         found: Named = {}
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
-                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                for key, value in sorted(keeper(optimizer).state.get(parameter, {}).items()):
                     if isinstance(value, torch.Tensor):
                         found[f"{name}:{index}:{key}"] = local_part(value)
         return found
@@ -117,7 +122,7 @@ class Tracked:
         """Drop optimizer state that the state to restore does not have: it is of a version before its first step."""
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
-                state = optimizer.state.get(parameter, {})
+                state = keeper(optimizer).state.get(parameter, {})
                 for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
                     if f"{name}:{index}:{key}" not in names:
                         del state[key]
@@ -136,7 +141,7 @@ class Tracked:
             if like_parameter
             else torch.empty(shape, dtype=plain.dtype_of(dtype), device=place)
         )
-        optimizer.state[parameter][parts[2]] = made
+        keeper(optimizer).state[parameter][parts[2]] = made
         return local_part(made)
 
     # --- small state ---
@@ -157,7 +162,7 @@ class Tracked:
                 state[f"{name}:scalars"] = {
                     index: rest
                     for index, parameter in enumerate(parameters_of(optimizer))
-                    if (rest := _non_tensors(optimizer.state.get(parameter, {})))
+                    if (rest := _non_tensors(keeper(optimizer).state.get(parameter, {})))
                 }
         if state == self._encoded_state:
             return self._encoded
@@ -179,7 +184,7 @@ class Tracked:
             for group, saved in zip(optimizer.param_groups, state.get(f"{name}:groups", []), strict=False):
                 group.update({key: _like(saved[key], group.get(key)) for key in saved})
             for index, rest in state.get(f"{name}:scalars", {}).items():
-                optimizer.state[parameters_of(optimizer)[index]].update(rest)
+                keeper(optimizer).state[parameters_of(optimizer)[index]].update(rest)
 
     def clear_gradients(self) -> None:
         """A replayed step starts without the gradients of the interrupted one."""
@@ -221,9 +226,8 @@ class Tracked:
     def replicas(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Ranks that hold the very same parameters and optimizer state, this one included."""
         common = set(range(world_size))
-        for optimizer in self.optimizers.values():
-            if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-                return (rank,)
+        if any(map(is_shared, self.optimizers.values())):
+            return (rank,)
         covered = self.ddp_members()
         for module in self.modules.values():
             for parameter in module.parameters():
@@ -289,6 +293,17 @@ def load_object(value: Any, state: Any) -> None:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_shared(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank updates a share of the parameters, and hands it to the others: ZeroRedundancyOptimizer."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
+def keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that keeps the state: one that is shared has another one for this rank's share."""
+    found: torch.optim.Optimizer = optimizer.optim if is_shared(optimizer) else optimizer  # type: ignore[attr-defined]
+    return found
 
 
 def _non_tensors(state: dict[str, Any]) -> dict[str, Any]:
