@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rerail.session.c10d import gloo_options
 
 ELEMENTS = 40_000_000
+HALF = ELEMENTS // 2
 
 
 def gloo(path: str, rank: int) -> dist.ProcessGroupGloo:
@@ -33,6 +34,7 @@ def main() -> None:
         "recv": lambda: group.send([tensor], 0, 0),
         "broadcast": lambda: group.broadcast(tensor, 0),
         "allreduce": lambda: group.allreduce(tensor),
+        "reduce_scatter": lambda: group.reduce_scatter([tensor[:HALF].clone()], [list(tensor.split(HALF))]),
     }[operation]()
     os.kill(os.getpid(), signal.SIGSTOP)
     work.wait()

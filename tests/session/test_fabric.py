@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -101,3 +102,14 @@ def test_an_interrupt_frees_a_rank_that_waits_for_a_frozen_store() -> None:
         with pytest.raises(RuntimeError, match="gives way"):
             fabric.form(1, lambda: fabric.dial("127.0.0.1", port))
         later.join()
+
+
+def test_what_was_waited_for_is_not_under_way_whatever_it_says_itself() -> None:
+    """gloo never calls a reduce-scatter completed: a rank that hangs behind one would seem to wait for others."""
+    fresh, work = Fabric(), SimpleNamespace(is_completed=lambda: False)
+    fresh.begin(work, "_reduce_scatter_base", "0")
+    assert fresh.pending_since() > 0
+    fresh.ended(SimpleNamespace(is_completed=lambda: False))
+    assert fresh.pending_since() > 0, "that was another one"
+    fresh.ended(work)
+    assert fresh.pending_since() == 0

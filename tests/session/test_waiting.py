@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from stopping_peer import ELEMENTS, gloo
+from stopping_peer import ELEMENTS, HALF, gloo
 
-from rerail.session import sockets, waiting
+from rerail.session import groups, sockets, waiting
 
 
 class Half:
@@ -35,6 +35,7 @@ class Half:
             "recv": lambda: self.group.recv([self.tensor], 1, 0),
             "broadcast": lambda: self.group.broadcast(self.tensor, 0),
             "allreduce": lambda: self.group.allreduce(self.tensor),
+            "reduce_scatter": lambda: self.group.reduce_scatter([self.tensor[:HALF]], [list(self.tensor.split(HALF))]),
         }[operation]()
         self.cut_at = 0.0
         self.errors: list[RuntimeError] = []
@@ -80,11 +81,11 @@ def half(tmp_path: Path) -> Iterator[Callable[[str], Half]]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.group))  # to take it apart would wait for its stuck thread
 
 
-@pytest.mark.parametrize("operation", ["send", "recv", "broadcast", "allreduce"])
+@pytest.mark.parametrize("operation", ["send", "recv", "broadcast", "allreduce", "reduce_scatter"])
 def test_a_waiter_is_freed_in_the_middle_of_a_transfer(half: Callable[[str], Half], operation: str) -> None:
     under_way = half(operation)
     threading.Timer(0.5, under_way.cut).start()
-    wait = waiting.wait_aside if operation in ("send", "recv") else waiting.wait
+    wait = waiting.wait_aside if operation in groups.AS_A_WHOLE else waiting.wait
     with pytest.raises(RuntimeError) as freed:
         wait(under_way.work, None, under_way.stuck)
     assert under_way.cut_at, "it was not the cut that freed it"

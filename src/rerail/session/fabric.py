@@ -107,6 +107,11 @@ class Fabric:
         if self._mark is not None:
             self._mark.record()
 
+    def ended(self, work: Any) -> None:
+        """It was waited for, and is complete, whatever it says itself."""
+        if work is self._newest:
+            self._newest = None
+
     def synchronize(self) -> None:
         """Wait for the GPU, and note how long it had been waiting for others."""
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

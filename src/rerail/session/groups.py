@@ -24,7 +24,8 @@ from rerail.session.c10d import PrefixStore, Store, finished_work, gloo_options
 from rerail.session.fabric import Mode, fabric, hearing, messages
 
 BACKEND = "rerail"
-_MESSAGES = ("send", "recv", "recv_anysource")
+AS_A_WHOLE = ("send", "recv", "recv_anysource", *(name for name in solo.COLLECTIVES if "reduce_scatter" in name))
+"""gloo waits for these as long as it takes, whatever the limit; nor does it ever call a reduce-scatter completed."""
 _Type = ProcessGroup.BackendType
 
 
@@ -47,7 +48,7 @@ class RelayedWork(dist.Work):
         try:
             if self._group is None:
                 self._inner.wait() if timeout is None else self._inner.wait(timeout)
-            elif self._name in _MESSAGES:
+            elif self._name in AS_A_WHOLE:
                 waiting.wait_aside(self._inner, timeout, self._group.stuck)
             else:
                 waiting.wait(self._inner, timeout, self._group.stuck)
@@ -56,6 +57,7 @@ class RelayedWork(dist.Work):
             broke(error)
             fabric.alone_or_raise()
         else:
+            fabric.ended(self._inner)
             for done in self.on_success:
                 done()
         return True

@@ -104,7 +104,7 @@ def _wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> N
 
 
 def wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
-    """Wait for a send or a receive: it can only be waited for as a whole, so another thread does, and may be left."""
+    """Wait for what can only be waited for as a whole, such as a message: another thread does, and may be left."""
     _counted(_wait_aside, work, timeout, judge)
 
 
@@ -121,7 +121,7 @@ def _wait_aside(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]
             stuck = stuck or judge()
             if stuck():
                 _own.aside = None
-                raise LeftBehind("a message was left behind after its connection was cut") from None
+                raise LeftBehind(_LEFT) from None
             continue
         if outcome is not None:
             raise outcome
