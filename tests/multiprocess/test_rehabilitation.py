@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,12 +82,15 @@ def test_a_second_fault_in_the_middle_of_healing(start: Start) -> None:
 def test_the_lost_parameters_come_from_the_shadow(start: Start, fault: int, told: str) -> None:
     """Snapshots every 20 steps, shadows every 4: at 24, 28 and 32."""
     env = {**SHADOWED, "RERAIL_SHADOW_EVERY": "4", "RERAIL_REHAB_SHARE": "0.5"}
-    run = start("fsdp", "70", "--tell", "--keep", "--fault", f"die@1@{fault}", ranks=2, env=env)
+    run = start("fsdp", "70", "--tell", "--keep", "--fault", f"rest@1@{fault}", ranks=2, env=env)
     run.finish()
     (report,) = run.reports()
     assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
     (recovery,) = run.records("recovery")
-    assert recovery.sources == {0: "own", 1: f"its shadow of step {told}, moments of step 20 (not exact)"}, recovery
+    assert recovery.sources == {
+        0: "own",
+        1: f"its shadow of step {told}, all else from its snapshot of step 20 (not exact)",
+    }, recovery
     assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
     assert len(set(run.digests.values())) == 1, "all hold one model"
     first, second = run.pids[1]
@@ -122,3 +126,44 @@ def test_an_exact_job_takes_no_shadows(start: Start, undisturbed: Digests) -> No
     (report,) = run.reports()
     assert (report["fidelity"], report["resumed_step"]) == ("exact", 20), report
     assert run.digests == undisturbed("fsdp", "60"), run.told("the same weights")
+
+
+def test_parameters_that_all_have_come_from_another_rank_and_cost_nothing(start: Start) -> None:
+    """ZeRO: of the lost rank's state nothing but its share of the moments was nowhere else."""
+    run = start("zero", "80", "--tell", "--keep", *LOST, env=SHADOWED)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    assert recovery.sources[2] == "parameters of rank 0, all else from its snapshot of step 20 (not exact)", recovery
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+    assert len(set(run.digests.values())) == 1, "all hold one model"
+    first, second = run.pids[2]
+    true, found = (torch.load(run.folder / f"2-33-{pid}.pt") for pid in (first, second))
+    assert torch.equal(true, found), "to the last bit"
+
+
+def test_without_any_snapshot_the_lost_shard_comes_from_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    env = {**FAST, "RERAIL_SNAPSHOT_MEMORY": "0"}
+    run = start("fsdp", "80", "--tell", *LOST, "--saves", f"{tmp_path / 'root'}@10", env=env)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    assert recovery.resumed_step == 33 and recovery.sources[2].startswith("the checkpoint of step 30"), recovery
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+    assert len(set(run.digests.values())) == 1, "all hold one model"
+
+
+def test_what_does_not_heal_after_a_checkpoint_starts_again_from_there(
+    start: Start, tmp_path: Path, undisturbed: Digests
+) -> None:
+    """All that was saved meanwhile is not exact, and is left aside."""
+    env = {**FAST, "RERAIL_SNAPSHOT_MEMORY": "0"}
+    saves = ("--saves", f"{tmp_path / 'root'}@5")
+    run = start("fsdp", "80", "--tell", *LOST, *saves, "--sick", "1", env=env)
+    run.finish()
+    first, second = run.reports()
+    assert first["fidelity"] == "approximate"
+    assert (second["rung"], second["code"], second["fidelity"]) == ("restart_all", "training.unhealed", "exact"), second
+    assert run.digests == undisturbed("fsdp", "80"), run.told("the weights of a run without faults")

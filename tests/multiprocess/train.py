@@ -117,9 +117,10 @@ def once(mark: str) -> bool:
     return True
 
 
-def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
-    """`raise`, `die`: ahead of the backward pass. `skew`: die behind it, while another rank dawdles. `midway`: die while most
+def maybe_fault(fault: str, job: rerail.Job, where: str) -> None:
+    """`raise`, `die`: ahead of the backward pass. `rest`: the same as `die`, once nothing is being copied any more. `skew`: die behind it, while another rank dawdles. `midway`: die while most
     of a message is still to come. `again`: die once there has been a repair. `stray`: do what was not done before it."""
+    rank, step = job.rank, job.version
     for name, victim, at in (one.split("@") for one in fault.split(",") if one):
         if step != int(at):
             continue
@@ -131,6 +132,9 @@ def maybe_fault(fault: str, rank: int, step: int, where: str) -> None:
         if name == "always" and where == "before" and rank == int(victim):
             raise ValueError("this batch is bad")
         if name == "die" and where == "before" and rank == int(victim) and once(f"die{at}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "rest" and where == "before" and rank == int(victim) and once(f"rest{at}"):
+            job._snapshots.settle()
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "again" and where == "before" and rank == int(victim) and fabric.generation and once(f"again{at}"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -166,6 +170,7 @@ def main() -> None:
         "--sick", type=int, default=-1, help="in this generation the loss is told as if it had not healed"
     )
     parser.add_argument("--keep", action="store_true", help="write down what each rank's parameters are in every step")
+    parser.add_argument("--saves", default="", metavar="PLACE@N", help="save to this place every N steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = rerail.join()
@@ -182,6 +187,9 @@ def main() -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=BATCH, shuffle=True)
     tracked = model.module if args.inner else model
     job.track(model=tracked, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    if args.saves:
+        place, _, every = args.saves.rpartition("@")
+        job.checkpoints(place, when=int(every))
 
     def evaluate() -> float:
         total = torch.tensor([float(sum(p.detach().sum() for p in model.parameters()))])
@@ -194,11 +202,11 @@ def main() -> None:
         with job.step():
             if args.keep and job.version >= 0:
                 keep(model, f"{job.rank}-{job.version}-{os.getpid()}")
-            maybe_fault(args.fault, job.rank, job.version, "before")
+            maybe_fault(args.fault, job, "before")
             loss = backward(batch)
             if args.tell and (args.style != "pp" or job.rank % 2):
                 job.metric("loss", loss.item() + 10.0 * (fabric.generation == args.sick))
-            maybe_fault(args.fault, job.rank, job.version, "after")
+            maybe_fault(args.fault, job, "after")
             time.sleep(args.sleep)
             if job.rank == 1 and 0 <= args.drift_from <= job.version:
                 optimizer.param_groups[0]["params"][0].grad += 0.01

@@ -10,7 +10,7 @@ import pytest
 from rerail.recover.catch_up import caught_up, longer_s, without_going_back
 from rerail.recover.plan import Choice, Infeasible, choose_sources
 from rerail.runtime.fleet import Fleet
-from rerail.runtime.plans import Back, Plan, Source
+from rerail.runtime.plans import Back, Plan, Source, Stale
 from rerail.runtime.wire import Parked
 
 
@@ -112,6 +112,6 @@ def test_what_goes_on_from_the_newest_version_is_left_alone() -> None:
 
 
 def test_the_others_wait_longer_for_it() -> None:
-    sources = {0: Source(kind="own"), 1: Source(kind="snapshot", at=20), 2: Source(kind="stale", at=5)}
+    sources = {0: Source(kind="own"), 1: Source(kind="snapshot", at=20), 2: Source(kind="stale", stale=Stale(at=5))}
     assert longer_s(sources, 30, 0.5) == 10 * 4 * 0.5
     assert longer_s({0: Source(kind="own")}, 30, 0.5) == 0

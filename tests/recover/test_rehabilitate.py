@@ -12,7 +12,7 @@ from rerail.recover.plan import Choice, Infeasible, choose_sources
 from rerail.recover.rehabilitate import Limits, carried_on, given_up, rehabilitated, resumed
 from rerail.report.compose import source_in_words
 from rerail.runtime.fleet import Fleet, Rank
-from rerail.runtime.plans import Back, Healing, Source
+from rerail.runtime.plans import Back, Healing, Source, Stale
 from rerail.runtime.wire import Parked
 
 FREE = Limits(share=0.25, first_step=10)
@@ -47,8 +47,8 @@ def test_survivors_keep_what_they_have() -> None:
     found = rehabilitated(parked, exact(parked), FREE)
     assert isinstance(found, Choice) and found.version == 33
     assert {n: source.kind for n, source in found.sources.items()} == {0: "own", 1: "own", 2: "stale", 3: "own"}
-    assert found.sources[2].at == 20
-    assert found.healing == Healing(judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46)
+    assert found.sources[2].stale == Stale(at=20, expected=0.4)
+    assert found.healing == Healing(judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46, ways={2: "kept"})
 
 
 def test_one_that_is_a_step_behind_keeps_its_own() -> None:
@@ -57,14 +57,23 @@ def test_one_that_is_a_step_behind_keeps_its_own() -> None:
     assert isinstance(found, Choice) and found.sources[1] == Source(kind="behind")
 
 
+def of_rank_2(found: Choice | str) -> Stale:
+    """How the lost rank is put together."""
+    assert isinstance(found, Choice), found
+    stale = found.sources[2].stale
+    assert found.sources[2].kind == "stale" and stale is not None
+    return stale
+
+
 def straight(worth: tuple[float, float, float], kept: tuple[int, ...]) -> int:
     """What the survivors expect of a straight line, what the lost rank's arena holds; where that line begins."""
     parked = four(snapshots=kept)
     for number, cost in zip((0, 1, 3), worth, strict=True):
         parked[number] = msgspec.structs.replace(parked[number], straight=cost)
     found = rehabilitated(parked, exact(parked), FREE)
-    assert isinstance(found, Choice) and found.sources[2].at == 20
-    return found.sources[2].before
+    stale = of_rank_2(found)
+    assert stale.at == 20 and (stale.way == "linear") is (stale.before >= 0)
+    return stale.before
 
 
 def test_parameters_go_on_on_a_straight_line_where_the_survivors_own_have_shown_that_to_pay() -> None:
@@ -79,8 +88,9 @@ def shadowed(shadows: tuple[int, ...], **changes: Any) -> tuple[int, int]:
     """From which shadow the lost parameters come, and from which other one a straight line through it."""
     parked = four(shadows=shadows, **changes)
     found = rehabilitated(parked, exact(parked), FREE)
-    assert isinstance(found, Choice) and (found.sources[2].kind, found.sources[2].at) == ("stale", 20)
-    return found.sources[2].shadow, found.sources[2].before
+    stale = of_rank_2(found)
+    assert stale.at == 20 and stale.way in ("shadow", "kept")
+    return stale.version, stale.before
 
 
 def test_parameters_come_from_the_newest_shadow_and_go_on_through_both() -> None:
@@ -103,7 +113,7 @@ def test_an_exact_repair_knows_of_no_shadow() -> None:
     for settings in (Settings(), Settings(fidelity="fast", rehab_from=50)):
         found = resumed(parked, exact(parked), Fleet(), settings)
         assert isinstance(found, Choice) and found.version == 20
-        assert all(source.shadow == -1 for source in found.sources.values())
+        assert all(source.stale is None for source in found.sources.values())
 
 
 @pytest.mark.parametrize(
@@ -141,6 +151,79 @@ def test_only_where_it_is_asked_for() -> None:
     assert resumed(parked, Infeasible(reason="no"), Fleet(), fast) == Infeasible(reason="no")
 
 
+def lost_with_its_node(**changes: Any) -> dict[int, Parked]:
+    return four(snapshots=(), small_versions=(33,), **changes)
+
+
+NOTHING = Infeasible(reason="no snapshot is shared by all")
+
+
+def test_a_shard_that_is_lost_with_its_node_comes_from_a_checkpoint() -> None:
+    found = rehabilitated(lost_with_its_node(saved=(4, 12)), NOTHING, FREE)
+    assert of_rank_2(found) == Stale(at=12, saved=True, expected=0.4)
+    assert isinstance(found, Choice) and found.healing is not None
+    assert (found.healing.target, found.healing.saved, found.healing.until) == (12, True, 54)
+
+
+def test_without_a_checkpoint_there_is_no_way_back_and_so_none_on() -> None:
+    found = rehabilitated(lost_with_its_node(), NOTHING, FREE)
+    assert isinstance(found, str) and "no checkpoint for rank 2" in found
+    assert resumed(lost_with_its_node(), NOTHING, Fleet(), Settings(fidelity="fast", rehab_from=10)) == NOTHING
+
+
+def guessed(*told: tuple[float, int] | None, saved: tuple[int, ...] = (4, 8, 12)) -> Stale:
+    """What three survivors say of one predictor."""
+    parked = lost_with_its_node(saved=saved)
+    for number, one in zip((0, 1, 3), told, strict=True):
+        if one is not None:
+            parked[number] = msgspec.structs.replace(parked[number], guesses={"vitp": one, "linear": (0.9, 2)})
+    return of_rank_2(rehabilitated(parked, NOTHING, FREE))
+
+
+def test_parameters_are_guessed_where_most_survivors_have_seen_that_pay() -> None:
+    assert guessed((0.5, 3), (0.7, 3), (2.0, 3)) == Stale(at=12, saved=True, way="vitp", rank=0, expected=0.28)
+    assert guessed(None, (0.5, 3), None) == Stale(at=12, saved=True, way="vitp", rank=1, expected=0.2)
+    assert guessed((0.5, 4), (0.5, 3), (0.5, 3)).way == "linear", "the net needs four checkpoints, and there are three"
+    assert guessed((3.0, 3), (0.7, 3), (2.0, 3)).way == "linear", "most of them lose by it"
+    assert guessed((0.5, 3), (0.5, 3), (0.5, 3), saved=(12,)).way == "kept", "one checkpoint shows no movement"
+    assert guessed(None, None, None).way == "kept", "nobody knows"
+
+
+def test_a_shadow_is_better_than_any_guess_and_parameters_that_are_elsewhere_are_best() -> None:
+    tried = {n: rank(n, guesses={"vitp": (0.5, 3)}) for n in (0, 1, 3)}
+    shadowed = lost_with_its_node(saved=(4, 8, 12), shadows=(30,)) | tried
+    found = of_rank_2(rehabilitated(shadowed, NOTHING, FREE))
+    assert found == Stale(at=12, saved=True, way="shadow", version=30, expected=0.09)
+    held = four(weights=(1, 2, 3), shadows=(30,))
+    assert of_rank_2(rehabilitated(held, exact(held), FREE)) == Stale(at=20, way="replica", rank=1, expected=0.03)
+    held[1] = rank(1, 32, small_versions=(20, 32, 33))
+    assert of_rank_2(rehabilitated(held, exact(held), FREE)).rank == 3, "rank 1 is a step behind"
+
+
+def test_what_was_refused_is_not_tried_again_and_going_back_comes_last() -> None:
+    parked = four(shadows=(28, 31))
+    first = rehabilitated(parked, exact(parked), FREE)
+    assert isinstance(first, Choice) and first.healing is not None and first.healing.ways == {2: "shadow"}
+    refused = msgspec.structs.replace(first.healing, refused=("shadow",))
+    second = rehabilitated(parked, exact(parked), FREE, refused)
+    assert of_rank_2(second).way == "kept"
+    assert isinstance(second, Choice) and second.healing is not None and second.healing.refused == ("shadow",)
+    last = rehabilitated(parked, exact(parked), FREE, msgspec.structs.replace(refused, refused=("shadow", "kept")))
+    assert isinstance(last, str) and "in a way that has not been refused" in last
+    elsewhere = msgspec.structs.replace(refused, since=30)
+    assert of_rank_2(rehabilitated(parked, exact(parked), FREE, elsewhere)).way == "shadow", "that was another fault"
+
+
+def test_what_was_kept_in_the_middle_of_healing_is_no_place_to_go_back_to() -> None:
+    healing = Healing(judge=0, loss=1.0, spread=0.1, target=12, since=17, until=40)
+    parked = four()
+    found = rehabilitated(parked, exact(parked), FREE, healing)
+    assert of_rank_2(found).at == 20
+    assert isinstance(found, Choice) and found.healing is not None and found.healing.target == 12
+    over = rehabilitated(parked, exact(parked), FREE, msgspec.structs.replace(healing, until=33))
+    assert isinstance(over, Choice) and over.healing is not None and over.healing.target == 20
+
+
 def test_the_report_says_why_not() -> None:
     parked = {**four(), 3: rank(3, intact=False)}
     found = resumed(parked, exact(parked), Fleet(), Settings(fidelity="fast", rehab_from=10))
@@ -170,15 +253,22 @@ def test_a_restart_in_the_middle_of_healing_is_exact(newest: int, trusted: int) 
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("stale", "words"),
     [
-        (Source(kind="stale", at=20, shadow=31), "its shadow of step 31, moments of step 20 (not exact)"),
+        (Stale(at=20, way="shadow", version=31), "its shadow of step 31, all else from its snapshot of step 20"),
         (
-            Source(kind="stale", at=20, shadow=31, before=28),
-            "its shadow of step 31, on in a straight line from that of step 28, moments of step 20 (not exact)",
+            Stale(at=20, way="shadow", version=31, before=28),
+            "its shadow of step 31, on in a straight line from that of step 28, all else from its snapshot of step 20",
         ),
-        (Source(kind="stale", at=20), "its snapshot of step 20 (not exact)"),
+        (
+            Stale(at=20, way="linear", before=10),
+            "its snapshot of step 20, parameters on in a straight line from that of step 10",
+        ),
+        (Stale(at=20), "its snapshot of step 20"),
+        (Stale(at=20, saved=True), "the checkpoint of step 20"),
+        (Stale(at=20, saved=True, way="vitp"), "the checkpoint of step 20, parameters on as by predictor vitp"),
+        (Stale(at=20, way="replica", rank=3), "parameters of rank 3, all else from its snapshot of step 20"),
     ],
 )
-def test_the_report_says_where_a_lost_shard_came_from(source: Source, words: str) -> None:
-    assert source_in_words(source) == words
+def test_the_report_says_where_a_lost_shard_came_from(stale: Stale, words: str) -> None:
+    assert source_in_words(Source(kind="stale", stale=stale)) == f"{words} (not exact)"

@@ -15,7 +15,7 @@ from torch import nn
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.staging import Stager
 from rerail.config import Settings
-from rerail.runtime.plans import Source
+from rerail.runtime.plans import Stale
 from rerail.session.pieces import Pieces
 from rerail.session.shadowing import LONGEST, MEASURED, UNTIL_MEASURED, Shadower, steps_between
 from rerail.session.tracked import Tracked
@@ -101,12 +101,12 @@ def test_a_successor_has_the_parameters_of_the_shadow_and_all_else_of_the_snapsh
     with torch.no_grad():
         for one, kept in zip(newcomer.model.parameters(), true[10], strict=True):
             one.copy_(kept)
-    newcomer.shadow.load(Source(kind="stale", at=10, shadow=16), 17)
+    newcomer.shadow.load(Stale(at=10, way="shadow", version=16), 17)
     near, far = off(newcomer.parameters(), true[16]), off(true[10], true[16])
     assert near < 0.05 * far, (near, far)
     assert torch.equal(newcomer.model[2].bias, true[10][-1]), "what is frozen is exact as it is"
     assert float(newcomer.model[1].running_mean[0]) == 5.0
-    newcomer.shadow.load(Source(kind="stale", at=10, shadow=16, before=13), 17)
+    newcomer.shadow.load(Stale(at=10, way="shadow", version=16, before=13), 17)
     assert off(newcomer.parameters(), true[17]) < 0.5 * off(true[16], true[17]), "on, on a straight line"
 
 
@@ -120,7 +120,7 @@ def test_digits_that_a_shadow_does_not_have_stay_those_of_the_snapshot(fd: int) 
     rank.shadow.settle()
     with torch.no_grad():
         rank.model[0].weight[0] -= 1.0
-    rank.shadow.load(Source(kind="stale", at=10, shadow=13), 13)
+    rank.shadow.load(Stale(at=10, way="shadow", version=13), 13)
     found = rank.parameters()
     assert torch.equal(found[0][1:], now[0][1:]), "these have not moved: no digit is lost"
     assert 0 < off([found[0][0]], [now[0][0]]) < 0.02
@@ -137,7 +137,7 @@ def test_what_is_no_number_is_never_told_of(fd: int, value: float) -> None:
     assert rank.shadow.usable() == (13,)
     rank.shadow.drop_unsound()
     before = rank.parameters()
-    rank.shadow.load(Source(kind="stale", at=10, shadow=16), 17)
+    rank.shadow.load(Stale(at=10, way="shadow", version=16), 17)
     assert all(torch.equal(*pair) for pair in zip(rank.parameters()[1:], before[1:], strict=True)), (
         "nothing was touched"
     )

@@ -63,5 +63,5 @@ def caught_up(parked: Mapping[int, Parked], newest: int) -> dict[int, Source] | 
 
 def longer_s(sources: Mapping[int, Source], newest: int, step_s: float) -> float:
     """What the steps that are done again may take."""
-    behind = [newest - source.at for source in sources.values() if source.kind != "stale" and source.at >= 0]
+    behind = [newest - source.at for source in sources.values() if source.at >= 0]
     return max(behind, default=0) * SLOWER * step_s

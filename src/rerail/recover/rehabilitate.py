@@ -1,27 +1,27 @@
 """Going on from now although a shard is lost: turns what the parked ranks hold into a choice that is not exact, or into why not. Pure.
 
     survivors       keep what they have
-    the lost shard  comes from its newest snapshot that all share; place in the data, schedule and random state are exact.
-                    Its parameters come from its shadow where that is newer, and go on on a straight line through the last two.
-                    Without a shadow they do so through the last two snapshots, where the survivors' own have shown that to pay
-    the guard       one rank looks at its loss until it is what it was; if that takes longer than going back would have
-                    cost, all go back to that snapshot, and the run is exact again
+    the lost shard  comes from its newest snapshot that all share; where that is gone with its node, from the newest checkpoint. Place
+                    in the data, schedule and random state are exact. Its parameters come from whatever is cheapest (`recover.ways`)
+    the guard       one rank looks at its loss: what is worse at once is not gone on from, and the next way is tried. What is not
+                    what it was after as many steps as going back would have cost takes all back to that snapshot or checkpoint,
+                    and the run is exact again
 
 Called by `recover.execute` where the policy says `fidelity = "fast"`, with the exact choice that it has to be better than.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from rerail.config import FAST, Settings
 from rerail.recover.plan import Choice, Infeasible, is_whole
+from rerail.recover.ways import Base, best, ways
 from rerail.runtime.fleet import Fleet
-from rerail.runtime.plans import MARGIN, WINDOW, Healing, Source
+from rerail.runtime.plans import WINDOW, Healing, Source
 from rerail.runtime.wire import Parked
 
 LEAST = 2
@@ -41,13 +41,14 @@ def resumed(
     parked: Mapping[int, Parked], exact: Choice | Infeasible, fleet: Fleet, settings: Settings
 ) -> Choice | Infeasible:
     """How to go on: by the exact choice, or from now where that is allowed and cheaper."""
-    if isinstance(exact, Infeasible):
-        return exact
     if settings.fidelity == FAST and not (fleet.back.exact or fleet.back.trusted >= 0 or fleet.vacant()):
-        found = rehabilitated(parked, exact, Limits(settings.rehab_share, settings.rehab_from))
+        found = rehabilitated(parked, exact, Limits(settings.rehab_share, settings.rehab_from), fleet.healing)
         if isinstance(found, Choice):
             return found
-        exact = msgspec.structs.replace(exact, note=f"; not from now: {found}")
+        if isinstance(exact, Choice):
+            exact = msgspec.structs.replace(exact, note=f"; not from now: {found}")
+    if isinstance(exact, Infeasible):
+        return exact
     return msgspec.structs.replace(exact, healing=carried_on(fleet.healing, exact, parked))
 
 
@@ -59,25 +60,33 @@ def given_up(fleet: Fleet) -> None:
         fleet.back = msgspec.structs.replace(fleet.back, trusted=min(known))
 
 
-def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -> Choice | str:
-    """Where nobody who lives has to go back; else why not."""
+def rehabilitated(
+    parked: Mapping[int, Parked], exact: Choice | Infeasible, limits: Limits, before: Healing | None = None
+) -> Choice | str:
+    """Where nobody who lives has to go back; else why not. `before`: the guard of an earlier recovery."""
     whole = {rank: p for rank, p in parked.items() if is_whole(p)}
     version = max((p.version for p in whole.values()), default=-1)
-    if version - exact.version < LEAST:
+    lost = [rank for rank in sorted(parked) if rank not in whole]
+    bases = _bases(parked, lost, exact)
+    if isinstance(bases, str):
+        return bases
+    newest = exact.version if isinstance(exact, Choice) else min(base.at for base in bases.values())
+    target = _target(newest, version, before)
+    if version - target < LEAST:
         return "going back costs next to nothing"
     if version < limits.first_step:
         return f"step {version} is before rehab_from, {limits.first_step}"
-    lost = [rank for rank in sorted(parked) if rank not in whole]
     if len(lost) > limits.share * len(parked):
         return f"{len(lost)} of {len(parked)} ranks are more than rehab_share, {limits.share:g}, of them"
     if any(p.agreed >= 0 or p.in_guard for p in parked.values()):
         return "what the ranks hold is not to be gone on from"
+    refused = before.refused if before is not None and before.since == version else ()
     sources: dict[int, Source] = {}
-    straight = median(p.straight for p in whole.values()) < MARGIN
     for rank, p in sorted(parked.items()):
-        source = _source(p, rank in whole, version, exact.version, straight)
+        source = _kept(p, version) if rank in whole else _restored(p, whole, version, bases[rank], refused)
         if source is None:
-            return f"rank {rank} cannot be brought to step {version}"
+            tried = f" in a way that has not been refused ({', '.join(refused)})" if refused and rank in lost else ""
+            return f"rank {rank} cannot be brought to step {version}{tried}"
         sources[rank] = source
     judges = _judges(sources, parked)
     if not judges:
@@ -87,33 +96,50 @@ def rehabilitated(parked: Mapping[int, Parked], exact: Choice, limits: Limits) -
         judge=judge,
         loss=level,
         spread=spread,
-        target=exact.version,
+        target=target,
+        saved=isinstance(exact, Infeasible) or (target != newest and before is not None and before.saved),
         since=version,
-        until=version + max(WINDOW, version - exact.version),
+        until=version + max(WINDOW, version - target),
+        ways={rank: source.stale.way for rank, source in sources.items() if source.stale is not None},
+        refused=refused,
     )
     return Choice(version=version, sources=sources, healing=healing)
 
 
-def _source(p: Parked, whole: bool, version: int, at: int, straight: bool) -> Source | None:
-    if whole and p.version == version:
+def _bases(parked: Mapping[int, Parked], lost: list[int], exact: Choice | Infeasible) -> dict[int, Base] | str:
+    """Where each lost shard can come from: the snapshots that all could go back to, or checkpoints; else why not."""
+    if isinstance(exact, Choice):
+        return {rank: Base(exact.version, saved=False) for rank in lost}
+    found = {}
+    for rank in lost:
+        if not parked[rank].saved:
+            return f"{exact.reason}, and there is no checkpoint for rank {rank}"
+        found[rank] = Base(parked[rank].saved[-1], saved=True)
+    return found or exact.reason
+
+
+def _target(newest: int, version: int, before: Healing | None) -> int:
+    """Where all would go back to. What was kept while an earlier recovery had yet to heal is not exact."""
+    unhealed = before is not None and before.target <= newest and version < before.until
+    return before.target if unhealed and before is not None else newest
+
+
+def _kept(p: Parked, version: int) -> Source | None:
+    """Of a rank that keeps what it has."""
+    if p.version == version:
         return Source(kind="own")
-    if version not in p.small_versions:
-        return None
-    if whole:
-        return Source(kind="behind") if p.version == version - 1 else None
-    # one that could only run the step out does not know the schedule behind it
-    if at not in p.snapshots or version > p.version:
-        return None
-    shadow = max((one for one in p.shadows if at < one <= version), default=-1)
-    if shadow >= 0:
-        return Source(kind="stale", at=at, shadow=shadow, before=_before(p.shadows, shadow, version))
-    return Source(kind="stale", at=at, before=_before(p.snapshots, at, version) if straight else -1)
+    return Source(kind="behind") if p.version == version - 1 and version in p.small_versions else None
 
 
-def _before(kept: Sequence[int], at: int, version: int) -> int:
-    """Where a straight line through `at` to `version` begins; -1: further than it was seen to go, noise is all there is."""
-    before = max((one for one in kept if one < at), default=-1)
-    return before if before >= 0 and 0 < version - at <= at - before else -1
+def _restored(
+    p: Parked, whole: Mapping[int, Parked], version: int, base: Base, refused: tuple[str, ...]
+) -> Source | None:
+    """Of a lost rank. One that could only run the step out does not know the schedule behind it."""
+    known = base.at in (p.saved if base.saved else p.snapshots)
+    if not known or version not in p.small_versions or version > p.version:
+        return None
+    found = best(ways(p, whole, version, base), refused)
+    return Source(kind="stale", stale=found) if found is not None else None
 
 
 def carried_on(healing: Healing | None, choice: Choice, parked: Mapping[int, Parked]) -> Healing | None:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from rerail.flow import Cost, Diagnosis, Fidelity, Recovery, Report, Rung, new_id
 from rerail.recover.stages import Marks
 from rerail.report.timeline import STAGES, Timeline, lost_steps, measure, phases
+from rerail.runtime import plans
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
-from rerail.runtime.plans import Source
+from rerail.runtime.plans import Source, Stale
 from rerail.wording import counted, ranks
 
 
@@ -143,16 +144,28 @@ def _summary(first: Diagnosis, later: list[Diagnosis]) -> str:
 
 def source_in_words(source: Source) -> str:
     """Where one rank's state came from."""
-    if source.kind == "stale" and source.shadow >= 0:
-        on = f", on in a straight line from that of step {source.before}" if source.before >= 0 else ""
-        return f"its shadow of step {source.shadow}{on}, moments of step {source.at} (not exact)"
-    if source.kind == "stale" and source.before >= 0:
-        return f"its snapshot of step {source.at}, parameters on in a straight line from that of step {source.before} (not exact)"
-    if source.kind == "stale":
-        return f"its snapshot of step {source.at} (not exact)"
+    if source.stale is not None:
+        return f"{_stale_in_words(source.stale)} (not exact)"
     if source.at >= 0:
         return f"its {source.kind if source.kind == 'snapshot' else 'state'} of step {source.at}, steps since then done again by it alone"
     return f"replica {source.rank}" if source.kind == "replica" else source.kind
+
+
+def _stale_in_words(stale: Stale) -> str:
+    of = f"{'the checkpoint' if stale.saved else 'its snapshot'} of step {stale.at}"
+    on = f"on in a straight line from that of step {stale.before}"
+    match stale.way:
+        case plans.KEPT:
+            return of
+        case plans.SHADOW:
+            line = f", {on}" if stale.before >= 0 else ""
+            return f"its shadow of step {stale.version}{line}, all else from {of}"
+        case plans.REPLICA:
+            return f"parameters of rank {stale.rank}, all else from {of}"
+        case plans.LINE if not stale.saved:
+            return f"{of}, parameters {on}"
+        case _:
+            return f"{of}, parameters on as by predictor {stale.way}"
 
 
 def _found(source: Source, resumed: int) -> str:

@@ -9,22 +9,40 @@ import msgspec
 
 from rerail.planner.outlook import Outlook
 
+KEPT, SHADOW, REPLICA, LINE = "kept", "shadow", "replica", "linear"
+"""Where the parameters of a lost shard come from; any other word is the name of a predictor."""
+
+
+class Stale(msgspec.Struct, frozen=True, kw_only=True):
+    """How a lost shard is put together, not exactly: all of it from what was kept last, its parameters from something newer."""
+
+    at: int
+    """The version that everything comes from."""
+    saved: bool = False
+    """That is a checkpoint; else a snapshot in the rank's arena."""
+    way: str = KEPT
+    """Where parameters come from: `kept` (from there, too), the rank's `shadow`, a `replica` of them, or the name of a predictor."""
+    version: int = -1
+    """With `shadow`: its version."""
+    before: int = -1
+    """Parameters go on on a straight line from the snapshot or the shadow of this version through the other one; -1: they do not."""
+    rank: int = -1
+    """With `replica`: who holds the same parameters. With a predictor that has to learn: who has taught it."""
+    expected: float = 1.0
+    """What this is expected to cost in the end, as a share of the steps since `at`."""
+
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank's state at the plan's version comes from."""
 
     kind: str
     """`own` (it holds it), `replica` (from living rank `rank`), `snapshot` (its arena), `initial` (as constructed). Not exact:
-    `stale` (tensors of the snapshot `at` in its arena, all else of the plan's version), `behind` (its own of one version before)."""
+    `stale` (tensors as `stale` says, all else of the plan's version), `behind` (its own of one version before)."""
     rank: int = -1
     at: int = -1
-    """With `stale`: the version of the snapshot. With `own` and `snapshot`: the version that this rank goes on from, where it is not
-    the plan's: it does the steps in between again, with what the others have told its predecessor. -1: the plan's."""
-    before: int = -1
-    """With `stale`: parameters go on on a straight line from the snapshot of this version through that `at`, or from the shadow of
-    this version through that of version `shadow`; -1: they do not."""
-    shadow: int = -1
-    """With `stale`: parameters come from the shadow of this version, which is newer than the snapshot; -1: there is none."""
+    """With `own` and `snapshot`: the version that this rank goes on from, where it is not the plan's: it does the steps in between
+    again, with what the others have told its predecessor. -1: the plan's."""
+    stale: Stale | None = None
     small: bool = False
     """With `replica`: random state aside, the small state comes from there, too, since nobody has kept this rank's."""
 
@@ -58,9 +76,15 @@ class Healing(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
     target: int
     """The version to go back to; its snapshots are kept until then."""
+    saved: bool = False
+    """That is a checkpoint: none is deleted until then."""
     since: int = -1
     """The version that all went on from."""
     until: int
+    ways: dict[int, str] = {}
+    """By lost rank: where its parameters came from (`Stale.way`)."""
+    refused: tuple[str, ...] = ()
+    """Ways that were tried at this version, and looked no good at once."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,9 +123,13 @@ class Parked(Message, frozen=True, kw_only=True):
     snapshots: tuple[int, ...] = ()
     """Versions sealed in its arena, state tensors included."""
     shadows: tuple[int, ...] = ()
-    """Where what is held is not whole: versions of which its arena has the parameters in half precision (`checkpoint.shadow`)."""
+    """Where what is held is not whole: versions of which it can have the parameters in half precision (`checkpoint.shadow`)."""
+    saved: tuple[int, ...] = ()
+    """Where nothing of it is left here: versions of which there are checkpoints, the newest few, oldest first."""
     replicas: tuple[int, ...] = ()
     """Ranks that hold the very same state, itself included."""
+    weights: tuple[int, ...] = ()
+    """Ranks that hold the very same parameters, whatever else they hold."""
     logged: int = -1
     """From which version on it can tell others again what it has told them; -1: it cannot."""
     astray: bool = False
@@ -144,6 +148,8 @@ class Parked(Message, frozen=True, kw_only=True):
     """Where its loss is and how much it scatters, where the script tells it (`job.metric`)."""
     straight: float = 1.0
     """What parameters that go on from two snapshots on a straight line are expected to cost, against those of the newer one."""
+    guesses: dict[str, tuple[float, int]] = {}
+    """The same for what predictors make of checkpoints, by name, and how many checkpoints each needs."""
     phases: dict[str, float] = {}
     """Seconds spent since the assignment or the interrupt: `build`, `rehearse`, `run_out`."""
 

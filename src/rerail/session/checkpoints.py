@@ -56,7 +56,7 @@ class Checkpoints:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._tiers: list[Tier] = []
+        self.tiers: list[Tier] = []
         self._when: When = Planned()
         self._keep = Keep()
         self._writer: Writer | None = None
@@ -90,12 +90,12 @@ class Checkpoints:
             raise StateError("job.checkpoints() was given an empty place: a directory or a URL is needed")
         if isinstance(when, int) and when < 1:
             raise StateError(f"job.checkpoints(when={when}): the number of steps between two saves is at least 1")
-        self._tiers = list({tier.url: tier for tier in (tier_at(os.fspath(place)) for place in where)}.values())
+        self.tiers = list({tier.url: tier for tier in (tier_at(os.fspath(place)) for place in where)}.values())
         self._when = EverySteps(when) if isinstance(when, int) else (when or Planned())
         self._keep = Keep.of(keep)
         self._compiled_saves = SAVES_WITH_CODE if compile_cache and self._job.rank == 0 else 0
         if compile_cache:
-            compiled.load(reaching.answering(self._tiers, write=False), partial(self._tell, "failed", -1))
+            compiled.load(reaching.answering(self.tiers, write=False), partial(self._tell, "failed", -1))
 
     @property
     def in_flight(self) -> int:
@@ -104,7 +104,7 @@ class Checkpoints:
 
     @property
     def on(self) -> bool:
-        return bool(self._tiers)
+        return bool(self.tiers)
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -133,12 +133,12 @@ class Checkpoints:
         if not self.epoch:
             raise problem
         if self._job.rank == 0:
-            owed.in_background(lambda: owed.give_up_older(self._tiers, self.epoch))
+            owed.in_background(lambda: owed.give_up_older(self.tiers, self.epoch))
         self._plan_next()
 
     def _claimed(self) -> int:
         """A new epoch, from the first place that can be written to."""
-        tiers = reaching.some_answering(self._tiers, partial(self._tell, "failed", -1), write=True)
+        tiers = reaching.some_answering(self.tiers, partial(self._tell, "failed", -1), write=True)
         why = "no place answers"
         for tier in tiers:
             try:
@@ -166,7 +166,7 @@ class Checkpoints:
     def distrust(self, trusted: int) -> None:
         """What this job has saved of later versions is not to be started from, nor what it is still writing."""
         if self.on and self._job.rank == 0:
-            owed.in_background(partial(owed.distrust_later, self._tiers, self.saves, trusted, self._writer))
+            owed.in_background(partial(owed.distrust_later, self.tiers, self.saves, trusted, self._writer))
 
     def adopt(self, epoch: int, next_save: int, generation: int) -> None:
         """What the small state of a version says about saving; a process that has claimed an epoch keeps its own."""
@@ -178,7 +178,7 @@ class Checkpoints:
         """The nodes of the job keep their checkpoints here from now on."""
         if depots and depots != os.environ.get(DEPOTS):
             os.environ[DEPOTS] = depots
-            self._tiers = [tier_at(tier.url) for tier in self._tiers]
+            self.tiers = [tier_at(tier.url) for tier in self.tiers]
 
     # --- saving ---
 
@@ -198,9 +198,9 @@ class Checkpoints:
             rank=job.rank,
             group=job.seats,
             world_size=job.world_size,
-            tiers=tuple(tier.url for tier in self._tiers),
+            tiers=tuple(tier.url for tier in self.tiers),
             depots=os.environ.get(DEPOTS, ""),
-            keep=self._keep,
+            keep=Keep() if self._job._soundness.healing.needs_checkpoints(version) else self._keep,
             job=_job_name(),
             metrics=dict(self._metrics),
             layout=self._layout,
@@ -230,7 +230,7 @@ class Checkpoints:
 
     def missed(self, version: int, why: str = "the one before is still being written") -> None:
         """The save is left out, not waited for, and the other ranks hear of it."""
-        tiers, step, rank, first = self._tiers, self.order(version).id, self._job.rank, self._job.seats[0]
+        tiers, step, rank, first = self.tiers, self.order(version).id, self._job.rank, self._job.seats[0]
         owed.in_background(lambda: decline(reaching.answering(tiers, write=True), step, rank, why, first))
         if self._speaks:
             self._tell("failed", version, f"checkpoint of step {version} left out: {why}")
@@ -238,7 +238,7 @@ class Checkpoints:
     def left_by(self, ranks: Sequence[int], coordinator: int) -> None:
         """The seats of these ranks are empty from now on: nobody is to wait for their part in what was being saved."""
         if self.on and ranks and self._speaks:
-            tiers, epoch, version = self._tiers, self.epoch, self._job._version
+            tiers, epoch, version = self.tiers, self.epoch, self._job._version
             owed.in_background(lambda: owed.give_up_for(tiers, epoch, version, ranks, coordinator))
 
     def agree(self) -> None:
@@ -275,7 +275,7 @@ class Checkpoints:
         if not self._new_here or self._writer is None:
             return None
         self._new_here = False
-        tiers, arena, save, job = self._tiers, self._job._snapshots.arena, self._writer.save, self._job
+        tiers, arena, save, job = self.tiers, self._job._snapshots.arena, self._writer.save, self._job
         now = StepId(self.epoch, job._version, self._generation)
         who = owed.Newcomer(job.rank, job.seats[0], now, self._begun)
         return owed.in_background(lambda: owed.settle(tiers, who, arena, save))
@@ -342,7 +342,7 @@ class Checkpoints:
         if self._compiled_saves:
             self._compiled_saves -= 1
             tell = partial(self._tell, "failed", -1)
-            owed.in_background(lambda: compiled.save(reaching.answering(self._tiers, write=True), tell))
+            owed.in_background(lambda: compiled.save(reaching.answering(self.tiers, write=True), tell))
 
     def _on_copy(self, outcome: Outcome) -> None:
         what = f"checkpoint of step {outcome.version}"
@@ -365,7 +365,7 @@ class Checkpoints:
         if self._job.rank and os.environ.get("LOCAL_RANK", "0") != "0":
             return
         if outcome.place == "out":
-            others = [tier.url for tier in self._tiers if tier.url != outcome.url]
+            others = [tier.url for tier in self.tiers if tier.url != outcome.url]
             then = "; the other places are used meanwhile" if others else "; nothing is saved meanwhile"
             text = f"the place {outcome.url} for checkpoints is out: {' '.join(outcome.notes)}{then}"
         else:
@@ -385,7 +385,7 @@ class Checkpoints:
 
     def restore(self, limit: int = -1) -> bool:
         """Load the newest step that every rank can read, and not one beyond `limit`. False if there is none. All ranks together."""
-        if not Starter(self._job, self._tiers, self._tell, limit).start():
+        if not Starter(self._job, self.tiers, self._tell, limit).start():
             return False
         self.newest = self._job._version
         self._plan_next()

@@ -45,6 +45,10 @@ class Healer:
             healing = self._healing = None
         return frozenset() if healing is None else frozenset({healing.target})
 
+    def needs_checkpoints(self, version: int) -> bool:
+        """Whether a checkpoint is what all would go back to, so that none may be deleted."""
+        return bool(self.pinned(version)) and self._healing is not None and self._healing.saved
+
     def judged(self, rank: int, version: int, losses: Sequence[tuple[int, float]]) -> tuple[bool, str, int] | None:
         """Whether it has healed, in words, and where all would go back to. None: it is too early, or another rank's affair."""
         healing = self._healing

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 def load(job: Job, step: Step) -> None:
     """Tensors, schedules, random state and place in the data of `step`."""
+    restore.small(job, tensors(job, step), fresh=True)
+
+
+def tensors(job: Job, step: Step) -> Small:
+    """Tensors and the schedules that go with them; the rest of its small state is given back."""
     saved = step.tensors()
     small = _small_of(step, job.rank, job.world_size)
     pieces = Pieces(job._tracked, job.rank, job.world_size)
@@ -48,7 +53,7 @@ def load(job: Job, step: Step) -> None:
     pieces.forget_unsaved(saved)
     job._tracked.load_small_objects(small.objects, taken_out)
     job._tracked.clear_gradients()
-    restore.small(job, small, fresh=True)
+    return small
 
 
 def _small_of(step: Step, rank: int, world_size: int) -> Small:

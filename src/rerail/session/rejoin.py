@@ -23,6 +23,7 @@ from rerail.session.c10d import Store
 from rerail.session.fabric import fabric, hearing, messages
 from rerail.session.foresight import foresight
 from rerail.session.link import AgentLink
+from rerail.session.mending import Mender
 from rerail.session.small import Small, from_journal
 from rerail.session.tracked import Tracked
 
@@ -44,6 +45,7 @@ class Rejoiner:
         self._joined = not self._assignment.newcomer
         self._inherited: dict[int, Small] = {}
         """A newcomer's: the small states its predecessor left, by version."""
+        self._mender = Mender(job)
         self._served: Store | None = None
         self._intact = False
         """Whether the state in memory is that of `job._version`, whole."""
@@ -274,7 +276,9 @@ class Rejoiner:
                 logged=messages.since,
                 astray=messages.astray,
                 shadows=() if self._intact else job._snapshots.shadow.usable(),
+                saved=() if self._intact else self._mender.saved(),
                 replicas=self._replicas(),
+                weights=job._tracked.alike(job.rank, job.world_size) if job._tracked.shares_optimizer() else (),
                 agreed=self._agreed,
                 in_guard=in_guard,
                 guards=job._guards,
@@ -311,7 +315,7 @@ class Rejoiner:
         job._soundness.went_back(plan.version)
         job._soundness.healing.begin(plan.healing)
         job._cursor.leave_out(plan.back.skips)
-        restore.by_plan(job, plan, self._inherited)
+        restore.by_plan(job, plan, self._inherited, lambda stale: self._mender.mend(stale, plan.version))
         messages.go_on(job._version, hearing_again.exchange(plan, job))
         if plan.leaving:
             job._snapshots.take_now(restore.at_hand(job))

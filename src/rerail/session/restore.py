@@ -5,6 +5,7 @@ Called by `session.rejoin` while a generation is formed, and at the start of a p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,8 +17,7 @@ from rerail.checkpoint.dtypes import code_of, view_of
 from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
-from rerail.rehab.predictors import Linear, Times
-from rerail.runtime.plans import Plan, Source
+from rerail.runtime.plans import Plan, Source, Stale
 from rerail.session import rng, transfer
 from rerail.session.fabric import fabric, hearing
 from rerail.session.pieces import Pieces
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     from rerail.session.job import Job
 
 
-def by_plan(job: Job, plan: Plan, inherited: dict[int, Small]) -> None:
-    """Take part in all transfers of the plan, then be at its version."""
+def by_plan(job: Job, plan: Plan, inherited: dict[int, Small], mend: Callable[[Stale], None]) -> None:
+    """Take part in all transfers of the plan, then be at its version. `mend`: puts a shard together that is not exact."""
     source, start = plan.sources[job.rank], plan.starts()[job.rank]
-    if source.kind in ("snapshot", "stale"):
-        tensors(job, start if source.kind == "snapshot" else source.at)
-        if source.shadow >= 0:
-            job._snapshots.shadow.load(source, plan.version)
-        elif source.before >= 0:
-            straight_on(job, source, plan.version)
+    if source.kind == "snapshot":
+        tensors(job, start)
+    elif source.stale is not None:
+        mend(source.stale)
     received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
     if received is not None:
         _take_place(job, received)
@@ -155,7 +153,7 @@ def tensors(job: Job, version: int) -> None:
     objects = pieces.object_names()
     with torch.no_grad():
         for piece in pieces.all():
-            found = _entry_of(piece, kept, job.rank)
+            found = entry_of(piece, kept, job.rank)
             if owner_and_name(piece.name)[1] in objects:
                 continue
             if found is None or (found.dtype, found.shape) != (code_of(piece.tensor.dtype), tuple(piece.tensor.shape)):
@@ -166,28 +164,9 @@ def tensors(job: Job, version: int) -> None:
     job._tracked.load_small_objects(decode(meta.small).objects, named)
 
 
-def _entry_of(piece: Piece, kept: dict[str, Entry], rank: int) -> Entry | None:
+def entry_of(piece: Piece, kept: dict[str, Entry], rank: int) -> Entry | None:
     """Where a piece lies in a snapshot: under its name, or under this rank's own."""
     return kept.get(piece.name) or kept.get(owned_name(rank, piece.name))
-
-
-def straight_on(job: Job, source: Source, version: int) -> None:
-    """Parameters that were just loaded from one snapshot: on, as they moved from another one to it."""
-    arena = job._snapshots.arena
-    assert arena is not None, "they were loaded from it"
-    image, line = arena.image(source.before), Linear()
-    kept = {entry.name: entry for entry in arena.meta(source.before).entries}
-    times = Times((float(source.before), float(source.at)), float(version))
-    trained = {one.data_ptr() for one in job._tracked.parameters().values() if one.is_floating_point() and one.numel()}
-    with torch.no_grad():
-        for piece in Pieces(job._tracked, job.rank, job.world_size).all():
-            found, now = _entry_of(piece, kept, job.rank), piece.tensor
-            if found is None or found.shape != tuple(now.shape) or now.data_ptr() not in trained:
-                continue
-            then = view_of(image, found).to(now.device, torch.float32).reshape(-1)
-            guess = line.predict(torch.stack([then, now.float().reshape(-1)]), times)
-            if bool(torch.isfinite(guess).all()):
-                now.copy_(guess.view(now.shape))
 
 
 def from_arenas(job: Job) -> bool:

@@ -23,7 +23,7 @@ from rerail.checkpoint.dtypes import view_of
 from rerail.checkpoint.shadow import Shadow
 from rerail.config import FAST, Settings
 from rerail.errors import StateError
-from rerail.runtime.plans import Source
+from rerail.runtime.plans import Stale
 from rerail.session.tracked import Named, Tracked, local_part, parameters_of
 
 if TYPE_CHECKING:
@@ -180,16 +180,16 @@ class Shadower:
     # --- putting back ---
 
     @torch.no_grad()
-    def load(self, source: Source, version: int) -> None:
-        """Parameters that were just loaded from a snapshot: as the shadow has them, or on from there on a straight line.
+    def load(self, stale: Stale, version: int) -> None:
+        """Parameters that were just loaded from what was kept last: as the shadow has them, or on from there on a straight line.
 
-        Where both are the same but for the digits that a shadow does not have, the snapshot's are kept.
+        Where both are the same but for the digits that a shadow does not have, those of the former are kept.
         """
-        kept = self._kept(source.shadow)
+        kept = self._kept(stale.version)
         if kept is None:
             return
-        before = self._kept(source.before) if source.before >= 0 else None
-        ahead = (version - source.shadow) / (source.shadow - source.before) if before is not None else 0.0
+        before = self._kept(stale.before) if stale.before >= 0 else None
+        ahead = (version - stale.version) / (stale.version - stale.before) if before is not None else 0.0
         for name, tensor in self._trained.tensors().items():
             seen = kept[name].to(tensor.device)
             wide = torch.promote_types(tensor.dtype, torch.float32)

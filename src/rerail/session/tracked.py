@@ -225,10 +225,15 @@ class Tracked:
 
     def replicas(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Ranks that hold the very same parameters and optimizer state, this one included."""
-        common = set(range(world_size))
-        if any(map(is_shared, self.optimizers.values())):
-            return (rank,)
-        covered = self.ddp_members()
+        return (rank,) if self.shares_optimizer() else self.alike(rank, world_size)
+
+    def shares_optimizer(self) -> bool:
+        """Whether each rank keeps the state of a share of the parameters only."""
+        return any(map(is_shared, self.optimizers.values()))
+
+    def alike(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Ranks that hold the very same parameters, this one included."""
+        common, covered = set(range(world_size)), self.ddp_members()
         for module in self.modules.values():
             for parameter in module.parameters():
                 common &= self.holders(parameter, rank, world_size, covered)

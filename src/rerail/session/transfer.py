@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rerail.runtime.plans import Plan
+from rerail.runtime.plans import REPLICA, Plan
 from rerail.session import plain
 from rerail.session.fabric import fabric
 from rerail.session.small import Small, decode, encode
@@ -50,6 +50,8 @@ def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | No
     """
     received = None
     for receiver, source in sorted(plan.sources.items()):
+        if source.stale is not None and source.stale.way == REPLICA:
+            _parameters(source.stale.rank, receiver, job)
         if source.kind != "replica":
             continue
         if source.rank == job.rank:
@@ -57,6 +59,14 @@ def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | No
         elif receiver == job.rank:
             received = _receive(source.rank, job)
     return received
+
+
+def _parameters(giver: int, receiver: int, job: Job) -> None:
+    """Parameters alone: the rest of what the receiver lost nobody else has."""
+    if job.rank == giver:
+        _send_all(list(job._tracked.parameters().values()), receiver)
+    elif job.rank == receiver:
+        _receive_all(list(job._tracked.parameters().values()), giver)
 
 
 def _send(receiver: int, job: Job, told: bytes) -> None:
@@ -68,7 +78,11 @@ def _send(receiver: int, job: Job, told: bytes) -> None:
     next_save = small.saves[1] if small is not None else job._checkpoints.next_save
     header = Header(table_of(tensors), objects, every, next_save, job._votes.agreed, told)
     send_bytes(msgspec.msgpack.encode(header), receiver)
-    for parcel in _parcels(list(tensors.values())):
+    _send_all(list(tensors.values()), receiver)
+
+
+def _send_all(tensors: list[torch.Tensor], receiver: int) -> None:
+    for parcel in _parcels(tensors):
         whole = parcel[0].contiguous() if len(parcel) == 1 else torch.cat([tensor.reshape(-1) for tensor in parcel])
         dist.send(whole.cpu() if _by_host(whole) else whole, receiver)
 
@@ -77,7 +91,18 @@ def _receive(sender: int, job: Job) -> Small | None:
     tracked = job._tracked
     header = _header.decode(receive_bytes(sender))
     received = tracked.prepare(header.table)
-    for parcel in _parcels(received):
+    _receive_all(received, sender)
+    tracked.forget_unnamed({name for name, *_ in header.table})
+    named = {name: tensor for (name, *_), tensor in zip(header.table, received, strict=True)}
+    tracked.load_small_objects(header.objects, named)
+    job._snapshots.every, job._checkpoints.next_save = header.snapshot_every, header.next_save
+    job._votes.agreed = max(job._votes.agreed, header.agreed)
+    return decode(header.small) if header.small else None
+
+
+@torch.no_grad()
+def _receive_all(tensors: list[torch.Tensor], sender: int) -> None:
+    for parcel in _parcels(tensors):
         if len(parcel) == 1 and parcel[0].is_contiguous() and not _by_host(parcel[0]):
             dist.recv(parcel[0], sender)
             continue
@@ -88,12 +113,6 @@ def _receive(sender: int, job: Job) -> Small | None:
         for tensor in parcel:
             tensor.copy_(whole[at : at + tensor.numel()].view(tensor.shape))
             at += tensor.numel()
-    tracked.forget_unnamed({name for name, *_ in header.table})
-    named = {name: tensor for (name, *_), tensor in zip(header.table, received, strict=True)}
-    tracked.load_small_objects(header.objects, named)
-    job._snapshots.every, job._checkpoints.next_save = header.snapshot_every, header.next_save
-    job._votes.agreed = max(job._votes.agreed, header.agreed)
-    return decode(header.small) if header.small else None
 
 
 def send_bytes(data: bytes, receiver: int) -> None:
