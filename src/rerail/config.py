@@ -236,6 +236,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     escalation: tuple[dict[str, Any], ...] = ()
     """When faults that come often or last count for more, if not by the shipped rules: `[[escalation]]` tables of `rerail.toml`, see [policy](policy.md)."""
 
+    @property
+    def shadows(self) -> bool:
+        """Whether ranks keep copies of their parameters alone."""
+        return self.fidelity == FAST and (self.shadow_cost > 0 or self.shadow_every > 0)
+
 
 settings_decoder = msgspec.json.Decoder(Settings)
 spec_decoder = msgspec.json.Decoder(JobSpec)

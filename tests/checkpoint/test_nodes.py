@@ -262,11 +262,12 @@ def talk(depot: Served) -> socket.socket:
     return sock
 
 
+@pytest.mark.parametrize("of", ["", calls.SHADOWS])
 @pytest.mark.parametrize(
     "path", ["../x", "a/../x", "/etc/passwd", "a/b/c", "..", "a/..", "a//b", "a\0b", "", "x" * 300, "a/b\n", "é"]
 )
-def test_a_path_that_leads_elsewhere(serve: Callable[[Tier], Served], tmp_path: Path, path: str) -> None:
-    depot = serve(FileTier(tmp_path / "in"))
+def test_a_path_that_leads_elsewhere(serve: Callable[[Tier], Served], tmp_path: Path, path: str, of: str) -> None:
+    depot, path = serve(FileTier(tmp_path / "in")), of + path
     with talk(depot) as sock:
         for call in (Call("get", path, 10), Call("size", path), Call("read", path, 10), Call("put", path, 1)):
             calls.send(sock, call, b"x" if call.method == "put" else b"")

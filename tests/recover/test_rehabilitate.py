@@ -57,6 +57,15 @@ def test_one_that_is_a_step_behind_keeps_its_own() -> None:
     assert isinstance(found, Choice) and found.sources[1] == Source(kind="behind")
 
 
+def test_who_was_left_the_step_before_hears_the_schedule_from_another() -> None:
+    parked = {
+        **four(),
+        0: rank(0, 32, small_versions=(20, 32, 33)),
+        2: rank(2, 32, intact=False, small_versions=(20, 32, 33)),
+    }
+    assert of_rank_2(rehabilitated(parked, Choice(version=20, sources={}), FREE)).schedule == 1
+
+
 def of_rank_2(found: Choice | str) -> Stale:
     """How the lost rank is put together."""
     assert isinstance(found, Choice), found
@@ -122,7 +131,8 @@ def test_an_exact_repair_knows_of_no_shadow() -> None:
         ({3: rank(3, intact=False)}, FREE, "2 of 4 ranks are more than rehab_share"),
         ({}, FREE._replace(first_step=34), "before rehab_from"),
         ({2: rank(2, 33, intact=False, small_versions=(20,))}, FREE, "rank 2 cannot be brought to step 33"),
-        ({2: rank(2, 32, intact=False, small_versions=(20, 33))}, FREE, "rank 2 cannot be brought to step 33"),
+        ({2: rank(2, 31, intact=False, small_versions=(20, 32))}, FREE, "rank 2 cannot be brought to step 33"),
+        ({2: rank(2, 31, intact=False, small_versions=(20, 33))}, FREE, "rank 2 cannot be brought to step 33"),
         ({1: rank(1, 30)}, FREE, "rank 1 cannot be brought to step 33"),
         ({n: rank(n, loss=None) for n in (0, 1, 3)}, FREE, "no rank tells its loss"),
         ({0: rank(0, agreed=20)}, FREE, "not to be gone on from"),
@@ -148,7 +158,7 @@ def test_only_where_it_is_asked_for() -> None:
     assert version() == 20, "it has not healed once: from then on repairs are exact"
     fleet.back = Back(trusted=20)
     assert version() == 20, "what is later is not to be trusted"
-    assert resumed(parked, Infeasible(reason="no"), Fleet(), fast) == Infeasible(reason="no")
+    assert resumed(parked, Infeasible(reason="no"), Fleet(), Settings()) == Infeasible(reason="no")
 
 
 def lost_with_its_node(**changes: Any) -> dict[int, Parked]:
@@ -168,7 +178,8 @@ def test_a_shard_that_is_lost_with_its_node_comes_from_a_checkpoint() -> None:
 def test_without_a_checkpoint_there_is_no_way_back_and_so_none_on() -> None:
     found = rehabilitated(lost_with_its_node(), NOTHING, FREE)
     assert isinstance(found, str) and "no checkpoint for rank 2" in found
-    assert resumed(lost_with_its_node(), NOTHING, Fleet(), Settings(fidelity="fast", rehab_from=10)) == NOTHING
+    told = resumed(lost_with_its_node(), NOTHING, Fleet(), Settings(fidelity="fast", rehab_from=10))
+    assert isinstance(told, Infeasible) and told.reason.startswith(NOTHING.reason) and found in told.reason
 
 
 def guessed(*told: tuple[float, int] | None, saved: tuple[int, ...] = (4, 8, 12)) -> Stale:

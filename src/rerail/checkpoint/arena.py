@@ -14,6 +14,7 @@ Called by `checkpoint.staging` on the rank's side and `checkpoint.saving` on the
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from rerail.checkpoint import room
-from rerail.checkpoint.header import PAGE, to_page
+from rerail.checkpoint.header import PAGE, SIZES, to_page
 from rerail.checkpoint.tiers import Source
 from rerail.errors import CheckpointError, StateError
 
@@ -49,6 +50,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Bytes from the start of the image."""
     whole: tuple[int, ...]
     start: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * SIZES[self.dtype]
 
 
 class Meta(msgspec.Struct, frozen=True, array_like=True):

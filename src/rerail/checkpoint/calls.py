@@ -23,6 +23,8 @@ import msgspec
 from rerail.checkpoint.manifest import LARGEST
 from rerail.errors import CheckpointError
 
+SHADOWS = "shadows:"
+"""Ahead of a path: not of the tier, but of what the depot keeps of other nodes' parameters (`session.buddies`)."""
 LONGEST = 1 << 24
 """Bytes of a call or an answer without what follows it: a folder may have a hundred thousand names."""
 MOST = LARGEST

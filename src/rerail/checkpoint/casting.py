@@ -9,7 +9,6 @@ allows for that; else they go in rounds, and the update waits for all of them. C
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from rerail.checkpoint.arena import Entry
 from rerail.checkpoint.background import Background
 from rerail.checkpoint.device import SHARE
 from rerail.checkpoint.dtypes import code_of, dtype_of, view_of
-from rerail.checkpoint.header import SIZES
 from rerail.checkpoint.layout import ALIGN
 from rerail.checkpoint.shadow import Shadow, describe, room_for
 from rerail.errors import StateError
@@ -82,8 +80,10 @@ class Caster:
             self._mold = mold_of(tensors)
         return self._mold
 
-    def take(self, version: int, tensors: Named) -> bool:
-        """Begin to copy; the half is sealed when it is whole. False: there is no room for it. There has to be at least one tensor."""
+    def take(
+        self, version: int, tensors: Named, whole: Callable[[Shadow, int], None] = lambda shadow, version: None
+    ) -> bool:
+        """Begin to copy; the half is sealed when it is whole, and `whole` is told. False: there is no room. There has to be at least one tensor."""
         self.settle()
         here = list(tensors.values())
         if len({tensor.device for tensor in here}) > 1:
@@ -107,6 +107,7 @@ class Caster:
         def task() -> None:
             cast()
             self.shadow.seal(half, version, mold.described)
+            whole(self.shadow, version)
 
         self._copying = on_device
         self._background.begin(task, here)
@@ -179,7 +180,7 @@ class _DeviceCast:
         """From which tensor to which is cast at once: all of them, if the device has memory for that."""
         have = self._buffer.numel() if self._buffer is not None else 0
         if have < mold.size:
-            largest = max(_bytes(entry) for entry in mold.entries)
+            largest = max(_padded(entry) for entry in mold.entries)
             wanted = min(mold.size, max(have, largest, int(SHARE * torch.cuda.mem_get_info(self._on)[0])))
             if wanted > have:
                 self._buffer = None
@@ -190,7 +191,7 @@ class _DeviceCast:
         assert self._buffer is not None
         found, first = [], 0
         for index, entry in enumerate(mold.entries):
-            if entry.at + _bytes(entry) - mold.entries[first].at > self._buffer.numel():
+            if entry.at + _padded(entry) - mold.entries[first].at > self._buffer.numel():
                 found.append((first, index))
                 first = index
         return [*found, (first, len(mold.entries))]
@@ -198,12 +199,11 @@ class _DeviceCast:
     def _part(self, entry: Entry, start: int) -> torch.Tensor:
         assert self._buffer is not None
         at, dtype = entry.at - start, dtype_of(entry.dtype)
-        return self._buffer[at : at + _bytes(entry, padded=False)].view(dtype).view(entry.shape)
+        return self._buffer[at : at + entry.size].view(dtype).view(entry.shape)
 
 
-def _bytes(entry: Entry, *, padded: bool = True) -> int:
-    size = math.prod(entry.shape) * SIZES[entry.dtype]
-    return -(-size // ALIGN) * ALIGN if padded else size
+def _padded(entry: Entry) -> int:
+    return -(-entry.size // ALIGN) * ALIGN
 
 
 def _event() -> torch.cuda.Event:

@@ -1,7 +1,7 @@
-"""The process on each node that keeps checkpoints for the other nodes: `python -m rerail.checkpoint.depot`.
+"""The process on each node that keeps checkpoints and shadows for the other nodes: `python -m rerail.checkpoint.depot`.
 
-It serves one tier, in its memory or in a directory of the node, to whoever knows the job's key. Started by
-`runtime.launcher`, with which it ends; spoken to through `checkpoint.remote`. Never imports torch.
+It serves one tier, in its memory or in a directory of the node, and beside it one for shadows, always in memory, to whoever knows
+the job's key. Started by `runtime.launcher`, with which it ends; spoken to through `checkpoint.remote`. Never imports torch.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 
 from rerail.checkpoint import calls
-from rerail.checkpoint.calls import MOST, Answer, Call, checked_path
+from rerail.checkpoint.calls import MOST, SHADOWS, Answer, Call, checked_path
 from rerail.checkpoint.files import FileTier
 from rerail.checkpoint.header import PageBuffer
 from rerail.checkpoint.manifest import LEAST_CHUNK, MOST_CHUNK
 from rerail.checkpoint.memory import MemoryTier
+from rerail.checkpoint.room import memory_left
 from rerail.checkpoint.tiers import Tier
 from rerail.config import DEPOT_KEY, DEPOT_SOCKET, settings_of_rank
 from rerail.errors import CheckpointError
@@ -27,9 +29,9 @@ PATIENCE_S = 60.0
 
 
 def store_of(setting: str) -> Tier:
-    """What the setting `node_store` names, as a tier."""
-    memory = node_memory(setting)
-    return MemoryTier(memory) if memory else FileTier(setting)
+    """What the setting `node_store` names, as a tier; one without room where it names nothing."""
+    memory = node_memory(setting) if setting else 0
+    return FileTier(setting) if setting and not memory else MemoryTier(memory)
 
 
 class Depot:
@@ -37,6 +39,7 @@ class Depot:
 
     def __init__(self, listening: socket.socket, tier: Tier, key: str) -> None:
         self._listening, self._tier, self._key = listening, tier, key
+        self._shadows = MemoryTier(sys.maxsize, spare=memory_left)
         self._pages = PageBuffer()
 
     def serve(self) -> None:
@@ -85,6 +88,8 @@ class Depot:
         self, sock: socket.socket, call: Call, data: bytes, lost: list[BaseException]
     ) -> tuple[Answer, memoryview | bytes]:
         tier, path = self._tier, call.path
+        if path.startswith(SHADOWS):
+            tier, path = self._shadows, path.removeprefix(SHADOWS)
         match call.method:
             case "names":
                 return Answer(names=tier.names(checked_path(path, folder=True))), b""
@@ -94,7 +99,7 @@ class Depot:
                 found = tier.get(checked_path(path), min(call.size, MOST))
                 return Answer(size=len(found)), found
             case "read":
-                return self._read(call)
+                return self._read(tier, checked_path(path), call)
             case "make_folder":
                 tier.make_folder(checked_path(path, folder=True))
             case "put":
@@ -112,11 +117,11 @@ class Depot:
                 raise CheckpointError(f"{call.method[:50]!r} is not known here")
         return Answer(), b""
 
-    def _read(self, call: Call) -> tuple[Answer, memoryview]:
+    def _read(self, tier: Tier, path: str, call: Call) -> tuple[Answer, memoryview]:
         if not 0 <= call.size <= MOST_CHUNK or call.offset < 0:
             raise CheckpointError(f"{call.size} bytes at {call.offset} cannot be read")
         buffer = self._pages.of(call.size)
-        with self._tier.reading(checked_path(call.path)) as read:
+        with tier.reading(path) as read:
             read(call.offset, buffer, call.size)
         return Answer(size=call.size), buffer[: call.size]
 

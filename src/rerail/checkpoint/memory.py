@@ -7,9 +7,10 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from rerail.checkpoint.header import to_page
@@ -23,13 +24,13 @@ _Stored = bytes | memoryview
 
 
 class MemoryTier:
-    """Files by folder and name, `limit` bytes of them at most. Safe to use from many threads."""
+    """Files by folder and name, `limit` bytes of them at most, and no more than `spare()` at once. Safe to use from many threads."""
 
     lasting = False
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, spare: Callable[[], int] = lambda: sys.maxsize) -> None:
         self.url = "memory"
-        self._limit, self._used = limit, 0
+        self._limit, self._used, self._spare = limit, 0, spare
         self._folders: dict[str, dict[str, _Stored]] = defaultdict(dict)
         self._lock = threading.Lock()
 
@@ -91,6 +92,8 @@ class MemoryTier:
     @contextlib.contextmanager
     def _room(self, size: int) -> Iterator[None]:
         """Take that much of the limit; given back if the file does not come to be."""
+        if size > self._spare():
+            raise OSError(errno.ENOSPC, f"{size} bytes do not fit: the machine can spare {max(0, self._spare())}")
         with self._lock:
             if self._used + size > self._limit:
                 what = f"{size} bytes do not fit: {self._used} of {self._limit} are in use (setting node_store)"

@@ -45,8 +45,9 @@ def resumed(
         found = rehabilitated(parked, exact, Limits(settings.rehab_share, settings.rehab_from), fleet.healing)
         if isinstance(found, Choice):
             return found
-        if isinstance(exact, Choice):
-            exact = msgspec.structs.replace(exact, note=f"; not from now: {found}")
+        if isinstance(exact, Infeasible):
+            return Infeasible(reason=f"{exact.reason}; nor can all others go on from now: {found}")
+        exact = msgspec.structs.replace(exact, note=f"; not from now: {found}")
     if isinstance(exact, Infeasible):
         return exact
     return msgspec.structs.replace(exact, healing=carried_on(fleet.healing, exact, parked))
@@ -113,9 +114,9 @@ def _bases(parked: Mapping[int, Parked], lost: list[int], exact: Choice | Infeas
     found = {}
     for rank in lost:
         if not parked[rank].saved:
-            return f"{exact.reason}, and there is no checkpoint for rank {rank}"
+            return f"there is no checkpoint for rank {rank}"
         found[rank] = Base(parked[rank].saved[-1], saved=True)
-    return found or exact.reason
+    return found or "nobody has lost anything"
 
 
 def _target(newest: int, version: int, before: Healing | None) -> int:
@@ -134,12 +135,15 @@ def _kept(p: Parked, version: int) -> Source | None:
 def _restored(
     p: Parked, whole: Mapping[int, Parked], version: int, base: Base, refused: tuple[str, ...]
 ) -> Source | None:
-    """Of a lost rank. One that could only run the step out does not know the schedule behind it."""
+    """Of a lost rank. One that could only run the step out does not know the schedule behind it, but the others do."""
     known = base.at in (p.saved if base.saved else p.snapshots)
-    if not known or version not in p.small_versions or version > p.version:
+    if not known or version not in p.small_versions or version > p.version + 1:
         return None
     found = best(ways(p, whole, version, base), refused)
-    return Source(kind="stale", stale=found) if found is not None else None
+    if found is None:
+        return None
+    tells = min(rank for rank, other in whole.items() if other.version == version) if version > p.version else -1
+    return Source(kind="stale", stale=msgspec.structs.replace(found, schedule=tells))
 
 
 def carried_on(healing: Healing | None, choice: Choice, parked: Mapping[int, Parked]) -> Healing | None:

@@ -103,7 +103,7 @@ class Launcher:
         self._memory = memory.make(spec.slots)
         told = {**env, memory.VARIABLE: memory.describe(self._memory)}
         # The door stays open here, so that the depot's port stays the same.
-        self._door = listen(spec.local_addr) if settings.node_store else None
+        self._door = listen(spec.local_addr) if has_depot(spec, settings) else None
         of_depot, fds = env, tuple[int, ...]()
         if self._door is not None:
             told[DEPOT_PORT] = str(self._door.getsockname()[1])
@@ -279,13 +279,18 @@ def environment(spec: JobSpec, settings: Settings) -> dict[str, str]:
     env["RERAIL_LAUNCHER"] = str(os.getpid())
     env.setdefault("RERAIL_NODE", node_name(spec))
     env[INJECT] = "1" if spec.allow_inject else "0"
-    if settings.node_store:
+    if has_depot(spec, settings):
         import hashlib  # here, because most jobs start without it
         import hmac
 
         key = f"depot of {spec.job}".encode()  # ranks must not know the token itself
         env[DEPOT_KEY] = hmac.new(env.get("RERAIL_TOKEN", "").encode(), key, hashlib.sha256).hexdigest()
     return env
+
+
+def has_depot(spec: JobSpec, settings: Settings) -> bool:
+    """Whether this node keeps something for the others: checkpoints, or the parameters that they would lose."""
+    return bool(settings.node_store) or (settings.shadows and spec.several_nodes)
 
 
 def store_name(spec: JobSpec) -> str:

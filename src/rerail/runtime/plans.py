@@ -28,6 +28,8 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters go on on a straight line from the snapshot or the shadow of this version through the other one; -1: they do not."""
     rank: int = -1
     """With `replica`: who holds the same parameters. With a predictor that has to learn: who has taught it."""
+    schedule: int = -1
+    """Who tells learning rates and the like, where this rank was left those of one step before; -1: it has its own."""
     expected: float = 1.0
     """What this is expected to cost in the end, as a share of the steps since `at`."""
 

@@ -37,7 +37,9 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small], mend: Callable[[S
     received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
     if received is not None:
         _take_place(job, received)
-    elif source.kind == "stale":
+    elif source.stale is not None and source.stale.schedule >= 0:
+        _advance(job)
+    elif source.stale is not None:
         _jump(job, plan.version, inherited)
         job._tracked.load_small_objects(_written(job, plan.version, inherited).objects, {})
     elif source.kind == "behind":

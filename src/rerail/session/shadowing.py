@@ -2,7 +2,8 @@
 
 Only where repairs need not be exact (`fidelity = "fast"`), and only on ranks with parameters that nobody else holds. A shadow is
 newer than the last snapshot and a sixth of its size, so it may be taken more often; what it lacks, the optimizer's moments above all,
-comes from the snapshot. Ranks need not agree on it: each plans by its own costs. Kept by `session.snapshotting`.
+comes from the snapshot. Another node has a copy (`session.buddies`). Ranks need not agree on it: each plans by its own costs. Kept by
+`session.snapshotting`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from rerail.checkpoint.arena import Arena
 from rerail.checkpoint.casting import Caster
 from rerail.checkpoint.dtypes import view_of
-from rerail.checkpoint.shadow import Shadow
-from rerail.config import FAST, Settings
+from rerail.checkpoint.shadow import HALVES, Shadow
+from rerail.config import Settings
 from rerail.errors import StateError
 from rerail.runtime.plans import Stale
+from rerail.session.buddies import Buddies
 from rerail.session.tracked import Named, Tracked, local_part, parameters_of
 
 if TYPE_CHECKING:
@@ -39,12 +41,14 @@ class Shadower:
 
     def __init__(self, job: Job, arena: Arena | None, settings: Settings) -> None:
         self._job = job
-        wanted = settings.fidelity == FAST and (settings.shadow_cost > 0 or settings.shadow_every > 0)
-        self._caster = Caster(Shadow(arena)) if arena is not None and wanted else None
+        self._caster = Caster(Shadow(arena)) if arena is not None and settings.shadows else None
         self._trained = Trained(job._tracked)
         self._alone: bool | None = None
         """Whether this rank holds parameters that no other does; None: nobody has looked yet."""
-        self._fixed, self._share, self._from = settings.shadow_every, settings.shadow_cost, settings.rehab_from
+        self._fixed, self.share, self._from = settings.shadow_every, settings.shadow_cost, settings.rehab_from
+        self.buddies = Buddies(job)
+        self._fetched: dict[int, Named] = {}
+        """What another node had of this rank's parameters, by version."""
         self._last = -1
         """The newest version that was copied, here or in full."""
         self._took_s = -1.0
@@ -71,12 +75,15 @@ class Shadower:
             return
         if self._caster.busy or self._caster.shadow.empty or not self._is_alone():
             return
+        kept = self._caster.shadow.versions()
+        if len(kept) == HALVES and self.buddies.sending == kept[0]:
+            return  # its half would be filled next, and is still on its way to another node
         started = time.monotonic()
         self._sound.clear()
         try:
             tensors = self._trained.tensors()
             self._count()
-            if tensors and not self._caster.take(version, tensors):
+            if tensors and not self._caster.take(version, tensors, self.buddies.offer):
                 self._say("there is no memory for a shadow of its parameters")
             elif tensors:
                 self._took_s = time.monotonic() - started
@@ -93,7 +100,7 @@ class Shadower:
             return self._fixed
         if len(self._costs) < MEASURED or not durations:
             return UNTIL_MEASURED
-        return steps_between(statistics.median(self._costs), statistics.median(durations), self._share)
+        return steps_between(statistics.median(self._costs), statistics.median(durations), self.share)
 
     def before_update(self) -> float:
         """What is being copied is about to be changed. Seconds that were waited."""
@@ -143,9 +150,13 @@ class Shadower:
     # --- what is kept ---
 
     def usable(self) -> tuple[int, ...]:
-        """Versions that fit the parameters of this process and hold numbers only, oldest first."""
-        if self._caster is None:
+        """Versions that fit the parameters of this process and hold numbers only, oldest first. Where all is gone, other nodes are asked."""
+        if self._caster is None or not self._is_alone():
             return ()
+        if self._caster.shadow.empty:
+            found = self.buddies.fetch(self._caster.mold(self._trained.tensors()))
+            self._fetched = {} if found is None else dict([found])
+            return tuple(one for one in self._fetched if self._kept(one) is not None)
         return tuple(one for one in self._caster.shadow.versions() if self._kept(one) is not None)
 
     def drop_behind(self, version: int) -> None:
@@ -164,11 +175,7 @@ class Shadower:
         """The parameters of a version by name; None where they are not those of this process, or not finite."""
         if self._caster is None:
             return None
-        try:
-            entries, image = self._caster.shadow.entries(version), self._caster.shadow.image(version)
-        except StateError:
-            return None
-        found = {entry.name: view_of(image, entry) for entry in entries}
+        found = self._fetched.get(version) or self._in_arena(self._caster.shadow, version)
         shapes = {name: tensor.shape for name, tensor in self._trained.tensors().items()}
         if {name: view.shape for name, view in found.items()} != shapes:
             return None
@@ -176,6 +183,13 @@ class Shadower:
             return None
         self._sound.add(version)
         return found
+
+    def _in_arena(self, shadow: Shadow, version: int) -> Named:
+        try:
+            entries, image = shadow.entries(version), shadow.image(version)
+        except StateError:
+            return {}
+        return {entry.name: view_of(image, entry) for entry in entries}
 
     # --- putting back ---
 
@@ -187,7 +201,7 @@ class Shadower:
         """
         kept = self._kept(stale.version)
         if kept is None:
-            return
+            raise StateError(f"the shadow of version {stale.version} is gone, or holds what is no number")
         before = self._kept(stale.before) if stale.before >= 0 else None
         ahead = (version - stale.version) / (stale.version - stale.before) if before is not None else 0.0
         for name, tensor in self._trained.tensors().items():
@@ -197,6 +211,7 @@ class Shadower:
             if before is not None:
                 now += (seen.to(wide) - before[name].to(tensor.device, wide)) * ahead
             tensor.copy_(now)
+        self._fetched = {}
 
 
 class Trained:

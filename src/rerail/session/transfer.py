@@ -52,6 +52,8 @@ def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | No
     for receiver, source in sorted(plan.sources.items()):
         if source.stale is not None and source.stale.way == REPLICA:
             _parameters(source.stale.rank, receiver, job)
+        if source.stale is not None and source.stale.schedule >= 0:
+            _schedule(source.stale.schedule, receiver, job)
         if source.kind != "replica":
             continue
         if source.rank == job.rank:
@@ -67,6 +69,15 @@ def _parameters(giver: int, receiver: int, job: Job) -> None:
         _send_all(list(job._tracked.parameters().values()), receiver)
     elif job.rank == receiver:
         _receive_all(list(job._tracked.parameters().values()), giver)
+
+
+def _schedule(giver: int, receiver: int, job: Job) -> None:
+    """Learning rates, schedulers and scalers, of the version at hand."""
+    if job.rank == giver:
+        known = job._small.objects if job._has_batch and job._small is not None else None
+        send_bytes(known or job._tracked.small_objects(scalars=False), receiver)
+    elif job.rank == receiver:
+        job._tracked.load_small_objects(receive_bytes(giver), {})
 
 
 def _send(receiver: int, job: Job, told: bytes) -> None:
