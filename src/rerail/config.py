@@ -34,41 +34,13 @@ INJECT = "RERAIL_INJECT"
 FILE = "rerail.toml"
 DROP_DIR = "RERAIL_DROP_DIR"
 """In the environment: the directory into which other systems of this node put faults (`detect.dropbox`)."""
-DETECTORS = (
-    "amd",
-    "ascend",
-    "dropbox",
-    "host.bonds",
-    "host.clock",
-    "host.cpu",
-    "host.cpu.throttle",
-    "host.device_files",
-    "host.drives",
-    "host.kernel",
-    "host.limits",
-    "host.memory.cgroup",
-    "host.memory.edac",
-    "host.memory.use",
-    "host.modules",
-    "host.mounts",
-    "host.net",
-    "host.pci",
-    "host.pressure",
-    "host.rdma",
-    "host.sensors",
-    "host.services",
-    "host.smart",
-    "host.space",
-    "host.tcp",
-    "kernel_log",
-    "notice.aws",
-    "notice.azure",
-    "notice.files",
-    "notice.gcp",
-    "notice.kubernetes",
-    "notice.slurm",
-    "nvidia",
-    "nvidia.xid",
+DETECTORS = tuple(
+    """
+    amd ascend dropbox host.bonds host.clock host.cpu host.cpu.throttle host.device_files host.drives host.kernel
+    host.limits host.memory.cgroup host.memory.edac host.memory.use host.modules host.mounts host.net host.pci
+    host.pressure host.rdma host.sensors host.services host.smart host.space host.tcp kernel_log notice.aws
+    notice.azure notice.files notice.gcp notice.kubernetes notice.slurm nvidia nvidia.xid
+    """.split()
 )
 """Names of all detectors and watchers, for `detectors_off`."""
 ROLL_BACK = ("nan", "spike", "divergence")
@@ -197,6 +169,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With `fidelity = "fast"`: steps between two copies of the parameters alone, in half precision, on ranks whose parameters no other rank holds; 0 lets each plan them, at a cost of at most `shadow_cost`."""
     shadow_cost: float = 0.001
     """Share of the step time that these copies may take when `shadow_every` is 0; 0: there are none. A copy is a sixth of a snapshot or less, so it may be taken that much more often."""
+    predictor_cost: float = 0.005
+    """With `fidelity = "fast"`: share of one CPU that a rank may take to learn how its parameters move from checkpoint to checkpoint, in moments in which it waits for others; 0: nothing is guessed from checkpoints. A net takes some two seconds, shared among the ranks, for each checkpoint."""
     roll_back: str = "nan"
     """Faults of the training after which all ranks go back to before them and compute the same again, then leave the data out: `nan` (loss or gradient norm not finite), `spike` (of the loss), `divergence`. Empty: they are only told."""
     roll_back_limit: int = 3

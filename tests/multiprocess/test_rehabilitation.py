@@ -167,3 +167,21 @@ def test_what_does_not_heal_after_a_checkpoint_starts_again_from_there(
     assert first["fidelity"] == "approximate"
     assert (second["rung"], second["code"], second["fidelity"]) == ("restart_all", "training.unhealed", "exact"), second
     assert run.digests == undisturbed("fsdp", "80"), run.told("the weights of a run without faults")
+
+
+@pytest.mark.parametrize("name", ["linear over 2", "vitp, drift"])
+def test_lost_parameters_are_guessed_from_checkpoints(start: Start, tmp_path: Path, name: str) -> None:
+    """The net has learnt in moments in which the survivors waited, and one of them teaches it to the newcomer."""
+    env = {**FAST, "RERAIL_SNAPSHOT_MEMORY": "0", "RERAIL_PREDICTOR_COST": "1"}
+    saves = ("--saves", f"{tmp_path / 'root'}@5")
+    run = start("fsdp", "130", "--tell", "--sleep", "0.05", "--fault", "die@2@103", *saves, "--believe", name, env=env)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    wanted = f"the checkpoint of step 100, parameters on as by predictor {name} (not exact)"
+    assert recovery.sources[2] == wanted, recovery
+    assert len(set(run.digests.values())) == 1, "all hold one model"
+    learnt = [note.payload for note in run.records("signal") if note.source == "rehab.learnt"]
+    told = {"linear", "linear over 2", "least squares", "vitp", "vitp, drift", "predictor_loss"}
+    assert learnt and told <= set(learnt[-1]), run.told("what rank 0 has learnt")

@@ -171,6 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--keep", action="store_true", help="write down what each rank's parameters are in every step")
     parser.add_argument("--saves", default="", metavar="PLACE@N", help="save to this place every N steps")
+    parser.add_argument("--believe", default="", help="a predictor that survivors find good, as soon as it has learnt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = rerail.join()
@@ -190,6 +191,11 @@ def main() -> None:
     if args.saves:
         place, _, every = args.saves.rpartition("@")
         job.checkpoints(place, when=int(every))
+
+    if args.believe:
+        foretelling = job._snapshots.foretelling
+        known = foretelling.guesses
+        foretelling.guesses = lambda: {args.believe: (0.1, 3)} if args.believe in known() else {}
 
     def evaluate() -> float:
         total = torch.tensor([float(sum(p.detach().sum() for p in model.parameters()))])

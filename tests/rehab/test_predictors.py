@@ -184,3 +184,33 @@ def test_the_net_is_small() -> None:
     size = sum(one.numel() * 4 for one in net._net.parameters())
     assert 4 * size < LARGEST / 100, "with its gradients and moments"
     assert math.isnan(net.loss)
+
+
+def test_to_learn_and_to_guess_draws_nothing_from_the_trainings_own_chance() -> None:
+    window, _ = moving(tuple(map(float, range(6))), 6.0, noise=0.5)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    for target in ("next", "drift"):
+        net = Vitp(target=target)
+        net.train([window], steps=3)
+        net.tune([window])
+        net.towards("drift").predict(*window)
+        choose([window], [Linear(), net])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_learnt_bit_by_bit_is_what_is_learnt_at_once() -> None:
+    window, _ = moving(tuple(map(float, range(6))), 6.0, noise=0.5)
+    nets = [Vitp(seed=1), Vitp(seed=1)]
+    nets[0].train([window], steps=5)
+    bits = sum(1 for _ in nets[1].learning([window], steps=5, part=1024))
+    assert bits >= 5 * 8
+    assert torch.allclose(nets[0].vector(), nets[1].vector(), atol=1e-5)
+
+
+def test_what_one_has_learnt_another_can_have() -> None:
+    window, _ = moving(tuple(map(float, range(6))), 6.0, noise=0.5)
+    first, second = Vitp(seed=1), Vitp(seed=2)
+    first.train([window], steps=20)
+    second.adopt(first.vector())
+    assert torch.equal(first.predict(*window), second.predict(*window))

@@ -1,22 +1,13 @@
-"""What a rank keeps of the way its parameters go, and how a lost shard goes on from two snapshots."""
+"""What a rank keeps of the way its parameters go."""
 
 from __future__ import annotations
-
-import os
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rerail.checkpoint.arena import Arena
-from rerail.checkpoint.staging import Stager
-from rerail.runtime.plans import Source
-from rerail.session import drifting, restore
+from rerail.session import drifting
 from rerail.session.drifting import KEPT, Drifting
-from rerail.session.pieces import Pieces
 from rerail.session.tracked import Tracked
 
 
@@ -27,13 +18,6 @@ def tracked() -> Tracked:
     tracked.add("model", model)
     tracked.add("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-2))
     return tracked
-
-
-@pytest.fixture
-def fd() -> Iterator[int]:
-    descriptor = os.memfd_create("arena")
-    yield descriptor
-    os.close(descriptor)
 
 
 def move(tracked: Tracked, drift: float, noise: float, seed: int) -> None:
@@ -87,22 +71,10 @@ def test_who_goes_back_forgets_what_was_to_come_and_the_sample_stays_small(
     assert sorted(found._rows)[-2:] == [70, 80]
 
 
-def test_parameters_go_on_as_they_moved_and_all_else_stays_as_it_was_kept(tracked: Tracked, fd: int) -> None:
-    stager = Stager(Arena(fd), overlap=False)
-    model: Any = tracked.modules["model"]
-    optimizer: Any = tracked.optimizers["optimizer"]
-    model(torch.randn(8, 40)).sum().backward()
-    optimizer.step()
-    for at in (1, 2):
-        move(tracked, 1.0, 0.0, at)
-        model[1].running_mean.fill_(float(at))
-        optimizer.state[model[0].weight]["exp_avg"].fill_(float(at))
-        assert stager.stage(10 * at, Pieces(tracked, 0, 1).all(), b"")
-    then = {name: one.clone() for name, one in tracked.parameters().items()}
-    snapshots: Any = SimpleNamespace(arena=stager.arena)
-    job: Any = SimpleNamespace(_snapshots=snapshots, _tracked=tracked, rank=0, world_size=1)
-    restore.straight_on(job, Source(kind="stale", at=20, before=10), 25)
-    for name, one in tracked.parameters().items():
-        assert torch.allclose(one, then[name] * 1.25, atol=1e-5), name
-    assert float(model[1].running_mean[0]) == 2.0
-    assert float(optimizer.state[model[0].weight]["exp_avg"][0, 0]) == 2.0
+def test_a_window_for_each_tensor_that_is_looked_at(tracked: Tracked) -> None:
+    found = seen(tracked, 3, drift=1.0, noise=0.1)
+    windows = found.windows()
+    assert len(windows) == len(tracked.parameters())
+    assert torch.equal(torch.cat([one.rows for one in windows], dim=1), torch.stack(list(found._rows.values())))
+    assert {one.times for one in windows} == {((0.0, 10.0, 20.0), 30.0)}
+    assert seen(tracked, 1, drift=1.0, noise=0.1).windows() == []

@@ -2,8 +2,9 @@
 
     kept versions -> denoised (FDD) -> how far each element moved in each interval, and how long each was -> net -> how far it moves next
 
-One net for all elements of all tensors, each scaled by how far its tensor usually moves. It is trained on samples, tensor by tensor,
-so that what is held beside the shard stays below `LARGEST` bytes. What it is trained towards is a choice:
+One net for all elements of all tensors, each scaled by how far its tensor usually moves: what it has learnt on one shard holds for another
+one. It is trained on samples, tensor by tensor, so that what is held beside the shard stays below `LARGEST` bytes; bit by bit, so that
+it can be done in moments in which there is nothing else to do (`session.coordinator`). What it is trained towards is a choice:
 
     "next"    how far the element moved in the next interval. Least squares then says "hardly": what an element does from one
               checkpoint to the next is mostly noise.
@@ -14,7 +15,7 @@ so that what is held beside the shard stays below `LARGEST` bytes. What it is tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -39,15 +40,15 @@ _TINY = 1e-30
 class _Net(nn.Module):
     """Movement and length of the last intervals, and the length of the one to come -> movement in it, per unit of time."""
 
-    def __init__(self) -> None:
+    def __init__(self, chance: torch.Generator) -> None:
         super().__init__()
         embedded = 4 * LOOK_BACK
         self.layers = nn.Sequential(
-            nn.Linear(2 * LOOK_BACK + embedded, WIDTH),
+            _layer(2 * LOOK_BACK + embedded, WIDTH, chance),
             nn.GELU(),
-            nn.Linear(WIDTH, WIDTH),
+            _layer(WIDTH, WIDTH, chance),
             nn.GELU(),
-            nn.Linear(WIDTH, 1),
+            _layer(WIDTH, 1, chance),
         )
         self.through = nn.Parameter(torch.zeros(LOOK_BACK))
 
@@ -55,6 +56,16 @@ class _Net(nn.Module):
         straight: torch.Tensor = inputs[:, :LOOK_BACK] @ self.through
         bent: torch.Tensor = self.layers(inputs)[:, 0]
         return straight + bent
+
+
+def _layer(inputs: int, outputs: int, chance: torch.Generator) -> nn.Linear:
+    """As torch makes them, but not by torch's own chance: the training that goes on meanwhile draws from that."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    bound = inputs**-0.5
+    with torch.no_grad():
+        for one in (layer.weight, layer.bias):
+            one.copy_((2 * torch.rand(one.shape, generator=chance) - 1) * bound)
+    return layer
 
 
 class Vitp:
@@ -70,37 +81,52 @@ class Vitp:
         self.losses: list[float] = []
         """One for each training: what `rehab.fitter` fits tau to."""
         self._target, self._denoised = target, denoised
-        self._net = _Net()
-        self._gain = 1.0
         self._random = torch.Generator().manual_seed(seed)
+        self._net = _Net(self._random)
+        self._gain = 1.0
         self._trained = False
 
     # --- training ---
 
     def train(self, windows: Iterable[Window], *, steps: int = STEPS) -> None:
         """On all intervals behind the first, of elements chosen by chance: of large tensors more."""
-        inputs, wanted, device = self._samples(list(windows))
-        self._net.to(device).train()
+        for _ in self.learning(windows, steps=steps):
+            pass
+
+    def learning(self, windows: Iterable[Window], *, steps: int = STEPS, part: int = BATCH) -> Iterator[None]:
+        """The same, bit by bit: whoever trains it may do something else between any two. `part`: elements in one bit."""
+        inputs, wanted = yield from self._samples(list(windows))
+        self._net.to(inputs.device).train()
         optimizer = torch.optim.AdamW(self._net.parameters(), lr=3e-3, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         held_out = inputs.shape[0] // 8
-        with torch.enable_grad():
-            for _ in range(steps):
-                chosen = torch.randint(held_out, inputs.shape[0], (BATCH,), generator=self._random).to(device)
-                loss = nn.functional.mse_loss(self._net(inputs[chosen]), wanted[chosen])
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                schedule.step()
-        with torch.no_grad():
-            seen = nn.functional.mse_loss(self._net(inputs[:held_out]), wanted[:held_out])
-            self.loss = float(seen / wanted[:held_out].square().mean().clamp_min(_TINY))
+        for _ in range(steps):
+            chosen = torch.randint(held_out, inputs.shape[0], (BATCH,), generator=self._random).to(inputs.device)
+            for some in _parts(chosen, part):
+                with torch.enable_grad():
+                    loss = nn.functional.mse_loss(self._net(inputs[some]), wanted[some]) * (len(some) / BATCH)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                yield
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        seen = wanted.new_zeros(())
+        for some in _parts(torch.arange(held_out, device=inputs.device), part):
+            with torch.no_grad():
+                seen += (self._net(inputs[some]) - wanted[some]).square().sum()
+            yield
+        self.loss = float(seen / wanted[:held_out].square().sum().clamp_min(_TINY))
         self.losses.append(self.loss)
-        self._net.requires_grad_(False).eval()
+        self._net.eval()
         self._trained = True
 
     def tune(self, windows: Sequence[Window]) -> None:
         """With the target "drift": by how much to scale what the net says, from the intervals that are known."""
+        for _ in self.tuning(windows):
+            pass
+
+    def tuning(self, windows: Sequence[Window]) -> Iterator[None]:
+        """The same, bit by bit."""
         if self._target != "drift":
             return
         self._gain, supplied, shared = 1.0, 0.0, 0.0
@@ -113,10 +139,11 @@ class Vitp:
             guess = self._moved(rows[:known], before) / before.spans[-1]
             supplied += float(guess.double() @ drift.direction.double())
             shared += drift.squared
+            yield
         if supplied > 0 and shared > 0:
             self._gain = min(max(shared / supplied, 1.0), GREATEST_GAIN)
 
-    def _samples(self, windows: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.device]:
+    def _samples(self, windows: Sequence[Window]) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
         total = sum(rows.shape[1] * (rows.shape[0] - 2) for rows, _ in windows if rows.shape[0] >= self.needs)
         if not total:
             raise StateError(f"{self.name} needs {self.needs} kept versions of a shard to learn from")
@@ -132,8 +159,43 @@ class Vitp:
                 moved = (rows[known, chosen] - rows[known - 1, chosen]) / max(then.spans[-1], _TINY)
                 inputs.append(features)
                 wanted.append(moved / scale)
+                yield
         mixed = torch.randperm(sum(len(one) for one in wanted), generator=self._random).to(wanted[0].device)
-        return torch.cat(inputs)[mixed], torch.cat(wanted)[mixed], wanted[0].device
+        return torch.cat(inputs)[mixed], torch.cat(wanted)[mixed]
+
+    # --- what it has learnt ---
+
+    @property
+    def trained(self) -> bool:
+        return self._trained
+
+    @torch.no_grad()
+    def vector(self) -> torch.Tensor:
+        """All its numbers in a row."""
+        return torch.cat([one.detach().reshape(-1).cpu() for one in self._net.parameters()])
+
+    @torch.no_grad()
+    def adopt(self, vector: torch.Tensor, gain: float | None = None) -> None:
+        """What `vector` gave somewhere else."""
+        parts = list(self._net.parameters())
+        if vector.numel() != sum(one.numel() for one in parts) or not bool(torch.isfinite(vector).all()):
+            raise StateError(f"{vector.numel()} numbers are not what a {self.name} has learnt")
+        at = 0
+        for one in parts:
+            one.copy_(vector[at : at + one.numel()].view(one.shape))
+            at += one.numel()
+        self._gain = self._gain if gain is None else gain
+        self._trained = True
+
+    @property
+    def gain(self) -> float:
+        return self._gain
+
+    def towards(self, target: str) -> Vitp:
+        """The same net, with another target; what it learns, both learn."""
+        other = Vitp(target=target, denoised=self._denoised)
+        other._net, other._random, other._trained, other.loss = self._net, self._random, self._trained, self.loss
+        return other
 
     # --- guessing ---
 
@@ -178,3 +240,7 @@ class Vitp:
         pads = nn.functional.pad(embedded.reshape(4, -1), (missing, 0)).reshape(-1).to(window)
         wide = pads[:, None].expand(-1, window.shape[1])
         return torch.cat([*rows, wide]).T.contiguous(), scale
+
+
+def _parts(whole: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    return (whole[at : at + size] for at in range(0, len(whole), size))

@@ -205,6 +205,8 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 HEALED = "rehab.healed"
+LEARNT = "rehab.learnt"
+"""What guesses at lost parameters would be worth."""
 
 
 class Noted(Message, frozen=True, kw_only=True):
@@ -212,7 +214,7 @@ class Noted(Message, frozen=True, kw_only=True):
 
     rank: int
     source: str
-    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out`, `tier_back` or `planned`; `data.skipped`; `rehab.healed`."""
+    """`checkpoint.` with `saved`, `failed`, `passed_over`, `loaded`, `tier_out`, `tier_back` or `planned`; `data.skipped`; `rehab.` with `healed` or `learnt`."""
     version: int
     text: str
     figures: dict[str, float] = {}

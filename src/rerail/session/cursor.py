@@ -9,6 +9,7 @@ its loader again. Called by `session.job`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ import torch
 
 from rerail.session import plain, rng
 from rerail.session.dealing import Terms, dealer_of
+from rerail.session.waiting import idling
 
 KEEP_BYTES = 512 << 20
 """Memory that recent batches may take."""
@@ -65,6 +67,8 @@ class Cursor:
         self.stale = False
         """What was kept, and what comes next, is not what is to be taken: the place has to be found again."""
         self.on_skip: Callable[[int, list[tuple[int, int]]], None] = lambda version, places: None
+        self._aside = bool(getattr(loader, "num_workers", 0))
+        """Other processes read the data: to ask for a batch is to wait for one."""
         self._dealer = dealer_of(loader)
         self._stateful = (
             self._dealer is None
@@ -166,7 +170,8 @@ class Cursor:
             if self._iterator is None:
                 self._start_epoch()
             try:
-                batch = next(self._iterator)  # type: ignore[arg-type]
+                with idling() if self._aside else contextlib.nullcontext():
+                    batch = next(self._iterator)  # type: ignore[arg-type]
             except StopIteration:
                 if not self._endless or self._index == 0:
                     raise

@@ -116,7 +116,8 @@ class Fabric:
         """Wait for the GPU, and note how long it had been waiting for others."""
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end.record()
-        torch.cuda.current_stream().synchronize()
+        with waiting.idling():
+            torch.cuda.current_stream().synchronize()
         if self._mark is None:
             self._mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         elif self._mark.query():

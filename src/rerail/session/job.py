@@ -344,6 +344,7 @@ class Job:
             self._votes.agree()
             self._snapshots.agree()
             self._checkpoints.agree()
+            self._snapshots.foretelling.agree()
         if self._injected is not None:
             self._injected.step_begins()
 

@@ -37,7 +37,7 @@ def tensors(job: Job, step: Step) -> Small:
     small = _small_of(step, job.rank, job.world_size)
     pieces = Pieces(job._tracked, job.rank, job.world_size)
     pieces.make_room(saved)
-    sources = _Sources(saved, job.rank)
+    sources = Sources(saved, job.rank)
     of_objects = pieces.object_names()
     wanted = [
         Wanted(sources.of(piece.name, mine_first=piece.changing), piece.tensor, piece.whole, piece.start)
@@ -86,7 +86,7 @@ def _small_of(step: Step, rank: int, world_size: int) -> Small:
     return msgspec.structs.replace(small, position=moved, random=random)
 
 
-class _Sources:
+class Sources:
     """Under which of the saved names a tensor is to be found."""
 
     def __init__(self, saved: dict[str, Saved], rank: int) -> None:

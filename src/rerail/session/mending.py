@@ -20,9 +20,10 @@ from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.dtypes import view_of
 from rerail.config import FAST, settings_of_rank
 from rerail.errors import CheckpointError, StateError
-from rerail.rehab.predictors import Linear, Times
+from rerail.rehab.predictors import Linear, Predictor, Times
+from rerail.rehab.teaching import NETS, plain, taught
 from rerail.runtime.plans import KEPT, LINE, REPLICA, SHADOW, Stale
-from rerail.session import loading, reaching, restore
+from rerail.session import loading, past, reaching, restore
 from rerail.session.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Mender:
     def __init__(self, job: Job) -> None:
         self._job, self._on = job, settings_of_rank().fidelity == FAST
         self._steps: dict[int, Step] = {}
+        """Checkpoints by version, oldest first."""
+        self._taught: Predictor | None = None
 
     def saved(self) -> tuple[int, ...]:
         """Versions of checkpoints that this rank could be put together from, where it has nothing else. Oldest first."""
@@ -56,18 +59,37 @@ class Mender:
         self._steps = {step.id.step: step for step in reversed(steps)}
         return tuple(self._steps)
 
-    def mend(self, stale: Stale, version: int) -> None:
-        """Parameters of replicas come afterwards, with everybody's help (`session.transfer`)."""
+    def lay_base(self, stale: Stale) -> None:
+        """All tensors, as they were kept last."""
         if stale.saved:
             loading.tensors(self._job, self._step(stale.at))
         else:
             restore.tensors(self._job, stale.at)
+
+    def learn(self, lesson: bytes) -> None:
+        """What a survivor has learnt of how parameters move."""
+        self._taught = taught(lesson)
+
+    def renew(self, stale: Stale, version: int) -> None:
+        """Parameters, by what is newer than that. Those of replicas have come over the wires by now (`session.transfer`)."""
         if stale.way == SHADOW:
             self._job._snapshots.shadow.load(stale, version)
         elif stale.way == LINE and not stale.saved:
             self._straight_on(stale, version)
         elif stale.way not in (KEPT, REPLICA):
-            raise StateError(f"parameters were to come from {stale.way!r}, which is not known here")
+            self._guess(stale, version)
+
+    @torch.no_grad()
+    def _guess(self, stale: Stale, version: int) -> None:
+        """A part at a time, from what the newest checkpoints hold of it. What comes out as no number is left as it was kept."""
+        predictor, self._taught = self._taught if stale.way in NETS else plain(stale.way), None
+        steps = [step for number, step in self._steps.items() if number <= stale.at]
+        if predictor is None or len(steps) < predictor.needs:
+            raise StateError(f"parameters were to be guessed by {stale.way!r}, and what that needs is not here")
+        for tensor, window in past.windows(self._job, steps, version):
+            guess = predictor.predict(*window)
+            if bool(torch.isfinite(guess).all()):
+                tensor.copy_(guess.view(tensor.shape))
 
     def _step(self, version: int) -> Step:
         if version not in self._steps:

@@ -286,6 +286,7 @@ class Rejoiner:
                 elastic=job._elastic,
                 loss=job._soundness.level(),
                 straight=job._snapshots.drifting.straight(),
+                guesses=job._snapshots.foretelling.guesses() if self._intact else {},
                 phases=self._phases,
             )
         )
@@ -315,7 +316,7 @@ class Rejoiner:
         job._soundness.went_back(plan.version)
         job._soundness.healing.begin(plan.healing)
         job._cursor.leave_out(plan.back.skips)
-        restore.by_plan(job, plan, self._inherited, lambda stale: self._mender.mend(stale, plan.version))
+        restore.by_plan(job, plan, self._inherited, self._mender)
         messages.go_on(job._version, hearing_again.exchange(plan, job))
         if plan.leaving:
             job._snapshots.take_now(restore.at_hand(job))

@@ -5,7 +5,6 @@ Called by `session.rejoin` while a generation is formed, and at the start of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +16,7 @@ from rerail.checkpoint.dtypes import code_of, view_of
 from rerail.checkpoint.layout import Piece
 from rerail.checkpoint.names import owned_name, owner_and_name
 from rerail.errors import StateError
-from rerail.runtime.plans import Plan, Source, Stale
+from rerail.runtime.plans import Plan, Source
 from rerail.session import rng, transfer
 from rerail.session.fabric import fabric, hearing
 from rerail.session.pieces import Pieces
@@ -25,16 +24,19 @@ from rerail.session.small import Small, decode
 
 if TYPE_CHECKING:
     from rerail.session.job import Job
+    from rerail.session.mending import Mender
 
 
-def by_plan(job: Job, plan: Plan, inherited: dict[int, Small], mend: Callable[[Stale], None]) -> None:
-    """Take part in all transfers of the plan, then be at its version. `mend`: puts a shard together that is not exact."""
+def by_plan(job: Job, plan: Plan, inherited: dict[int, Small], mender: Mender) -> None:
+    """Take part in all transfers of the plan, then be at its version."""
     source, start = plan.sources[job.rank], plan.starts()[job.rank]
     if source.kind == "snapshot":
         tensors(job, start)
     elif source.stale is not None:
-        mend(source.stale)
-    received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited))
+        mender.lay_base(source.stale)
+    received = transfer.exchange(plan, job, lambda: _small_of(job, plan, inherited), mender.learn)
+    if source.stale is not None:
+        mender.renew(source.stale, plan.version)
     if received is not None:
         _take_place(job, received)
     elif source.stale is not None and source.stale.schedule >= 0:
@@ -188,7 +190,7 @@ def from_arenas(job: Job) -> bool:
     if plan.sources[job.rank].kind == "snapshot":
         tensors(job, plan.version)
     with hearing.paused():
-        transfer.exchange(plan, job, lambda: decode(arena.meta(plan.version).small))
+        transfer.exchange(plan, job, lambda: decode(arena.meta(plan.version).small), lambda lesson: None)
     small(job, decode(arena.meta(plan.version).small), fresh=True)
     return True
 

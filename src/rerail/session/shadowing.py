@@ -62,7 +62,7 @@ class Shadower:
 
     def room(self) -> int:
         """Bytes wanted behind the slots of the arena."""
-        tensors = self._trained.tensors() if self._caster is not None and self._is_alone() else {}
+        tensors = self._trained.tensors() if self._caster is not None and self.is_alone() else {}
         return self._caster.mold(tensors).room if self._caster is not None and tensors else 0
 
     def copied(self, version: int) -> None:
@@ -73,7 +73,7 @@ class Shadower:
         """Copy this version if it is its turn."""
         if self._caster is None or version < self._from or 0 <= version - self._last < self.every:
             return
-        if self._caster.busy or self._caster.shadow.empty or not self._is_alone():
+        if self._caster.busy or self._caster.shadow.empty or not self.is_alone():
             return
         kept = self._caster.shadow.versions()
         if len(kept) == HALVES and self.buddies.sending == kept[0]:
@@ -131,7 +131,8 @@ class Shadower:
             self._costs.append(self._took_s + self._caster.cpu_s)
             self._took_s = -1.0
 
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
+        """Whether this rank holds parameters that no other does."""
         job = self._job
         if self._alone is None:
             covered, world = job._tracked.ddp_members(), job.world_size
@@ -151,7 +152,7 @@ class Shadower:
 
     def usable(self) -> tuple[int, ...]:
         """Versions that fit the parameters of this process and hold numbers only, oldest first. Where all is gone, other nodes are asked."""
-        if self._caster is None or not self._is_alone():
+        if self._caster is None or not self.is_alone():
             return ()
         if self._caster.shadow.empty:
             found = self.buddies.fetch(self._caster.mold(self._trained.tensors()))

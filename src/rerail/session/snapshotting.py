@@ -33,6 +33,7 @@ from rerail.session.c10d import cuda_in_use
 from rerail.session.drifting import Drifting
 from rerail.session.fabric import Mode, fabric, hearing, messages
 from rerail.session.foresight import foresight
+from rerail.session.foretelling import Foreteller
 from rerail.session.link import AgentLink
 from rerail.session.pieces import Pieces
 from rerail.session.shadowing import Shadower
@@ -65,6 +66,7 @@ class Snapshotter:
         settings = settings_of_rank()
         self.drifting = Drifting(job._tracked, on=settings.fidelity == FAST)
         self.shadow = Shadower(job, self.arena, settings)
+        self.foretelling = Foreteller(job, settings, self.shadow)
         self._most = bytes_of(settings.snapshot_memory) if settings.snapshot_memory else None
         self._replay_log = bytes_of(settings.replay_log, "setting replay_log")
         self._fixed = settings.snapshot_every > 0
@@ -135,6 +137,8 @@ class Snapshotter:
             first = min(rank for rank in self._replicas if rank in job.seats and _near(rank, job.rank))
             keeper = job._buffers.too_large or first == job.rank
             pieces = self._pieces.all(own_buffers=job._buffers.too_large, seats=job.seats) if keeper else []
+            if save:
+                self.foretelling.saved(version)
             if self._stager is None:
                 self._save_from_tensors(pieces, encode(full))
                 return

@@ -13,7 +13,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rerail.runtime.plans import REPLICA, Plan
+from rerail.rehab.teaching import NETS
+from rerail.runtime.plans import REPLICA, Plan, Stale
 from rerail.session import plain
 from rerail.session.fabric import fabric
 from rerail.session.small import Small, decode, encode
@@ -43,17 +44,16 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 _header = msgspec.msgpack.Decoder(Header)
 
 
-def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | None:
+def exchange(plan: Plan, job: Job, own_small: Callable[[], Small], learn: Callable[[bytes], None]) -> Small | None:
     """Send to those who take their state from this rank; receive if this rank is one of them.
 
-    Where the plan says that the receiver has no small state of its own, the sender's comes along and is given back here.
+    Where the plan says that the receiver has no small state of its own, the sender's comes along and is given back here. `learn`: is
+    given what this rank is taught.
     """
     received = None
     for receiver, source in sorted(plan.sources.items()):
-        if source.stale is not None and source.stale.way == REPLICA:
-            _parameters(source.stale.rank, receiver, job)
-        if source.stale is not None and source.stale.schedule >= 0:
-            _schedule(source.stale.schedule, receiver, job)
+        if source.stale is not None:
+            _what_it_lacks(source.stale, receiver, job, learn)
         if source.kind != "replica":
             continue
         if source.rank == job.rank:
@@ -63,21 +63,24 @@ def exchange(plan: Plan, job: Job, own_small: Callable[[], Small]) -> Small | No
     return received
 
 
-def _parameters(giver: int, receiver: int, job: Job) -> None:
-    """Parameters alone: the rest of what the receiver lost nobody else has."""
-    if job.rank == giver:
-        _send_all(list(job._tracked.parameters().values()), receiver)
-    elif job.rank == receiver:
-        _receive_all(list(job._tracked.parameters().values()), giver)
-
-
-def _schedule(giver: int, receiver: int, job: Job) -> None:
-    """Learning rates, schedulers and scalers, of the version at hand."""
-    if job.rank == giver:
+def _what_it_lacks(stale: Stale, receiver: int, job: Job, learn: Callable[[bytes], None]) -> None:
+    """Whatever others have for a shard that is put together: parameters, a net, learning rates and the like of the version at hand."""
+    if stale.way == REPLICA:
+        parameters = list(job._tracked.parameters().values())
+        if job.rank == stale.rank:
+            _send_all(parameters, receiver)
+        elif job.rank == receiver:
+            _receive_all(parameters, stale.rank)
+    elif stale.way in NETS:
+        if job.rank == stale.rank:
+            send_bytes(job._snapshots.foretelling.lesson(stale.way), receiver)
+        elif job.rank == receiver:
+            learn(receive_bytes(stale.rank))
+    if job.rank == stale.schedule:
         known = job._small.objects if job._has_batch and job._small is not None else None
         send_bytes(known or job._tracked.small_objects(scalars=False), receiver)
-    elif job.rank == receiver:
-        job._tracked.load_small_objects(receive_bytes(giver), {})
+    elif job.rank == receiver and stale.schedule >= 0:
+        job._tracked.load_small_objects(receive_bytes(stale.schedule), {})
 
 
 def _send(receiver: int, job: Job, told: bytes) -> None:

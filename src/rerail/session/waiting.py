@@ -7,10 +7,11 @@ wires are cut, closed and quiet, the rest is left behind. Called by `session.gro
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ class Idle:
 
     seconds = 0.0
     """In collectives that were waited for here."""
+    since = 0.0
+    """When the training began to wait for whatever it waits for now; 0.0: it does not."""
     promised = 0.0
     """When the newest one began that torch waits for."""
     kept = 0.0
@@ -73,11 +76,22 @@ _Wait = Callable[[Any, timedelta | None, Callable[[], Stuck]], None]
 
 def _counted(wait: _Wait, work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
     """Wait, and count the time as waited for others."""
-    began = time.monotonic()
+    began = idle.since = time.monotonic()
     try:
         wait(work, timeout, judge)
     finally:
+        idle.since = 0.0
         idle.seconds += time.monotonic() - began
+
+
+@contextlib.contextmanager
+def idling() -> Iterator[None]:
+    """The training waits for something else than its peers: its device, or its data."""
+    idle.since = time.monotonic()
+    try:
+        yield
+    finally:
+        idle.since = 0.0
 
 
 def wait(work: Any, timeout: timedelta | None, judge: Callable[[], Stuck]) -> None:
