@@ -6,19 +6,16 @@ Called by `cli.run`, `runtime.launcher`, the controller and the agents.
 
 from __future__ import annotations
 
-import fnmatch
-import math
 import os
-import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rerail.checks import FAST, out_of_range
 from rerail.errors import ConfigError
-from rerail.texts import bytes_of, limits_of, listed, node_memory
 from rerail.wording import counted, guess, mistyped
 
 DEPOTS = "RERAIL_DEPOTS"
@@ -32,27 +29,6 @@ DEPOT_KEY = "RERAIL_DEPOT_KEY"
 INJECT = "RERAIL_INJECT"
 """In the environment of all processes of a job: 1 where faults may be injected (`rerail inject`)."""
 FILE = "rerail.toml"
-DROP_DIR = "RERAIL_DROP_DIR"
-"""In the environment: the directory into which other systems of this node put faults (`detect.dropbox`)."""
-DETECTORS = tuple(
-    """
-    amd ascend dropbox host.bonds host.clock host.cpu host.cpu.throttle host.device_files host.drives host.kernel
-    host.limits host.memory.cgroup host.memory.edac host.memory.use host.modules host.mounts host.net host.pci
-    host.pressure host.rdma host.sensors host.services host.smart host.space host.tcp kernel_log notice.aws
-    notice.azure notice.files notice.gcp notice.kubernetes notice.slurm nvidia nvidia.xid
-    """.split()
-)
-"""Names of all detectors and watchers, for `detectors_off`."""
-ROLL_BACK = ("nan", "spike", "divergence")
-"""Faults of the training, for `roll_back`."""
-CLOUDS = ("aws", "gcp", "azure")
-"""Whose metadata services tell of what is going to happen to a machine."""
-HANDLINGS = ("rescheduling", "graceful")
-"""Presets of handling: move to healthy devices first, or try to recover the faulty one first."""
-FAST = "fast"
-FIDELITIES = ("exact", FAST)
-"""Whether repairs may give other numbers than a run without faults."""
-_SENDER = re.compile(r"[A-Za-z0-9][\w.@:/-]{0,127}", re.ASCII)
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -211,9 +187,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """When faults that come often or last count for more, if not by the shipped rules: `[[escalation]]` tables of `rerail.toml`, see [policy](policy.md)."""
 
     @property
+    def fast(self) -> bool:
+        """Whether repairs need not be exact."""
+        return self.fidelity == FAST
+
+    @property
     def shadows(self) -> bool:
         """Whether ranks keep copies of their parameters alone."""
-        return self.fidelity == FAST and (self.shadow_cost > 0 or self.shadow_every > 0)
+        return self.fast and (self.shadow_cost > 0 or self.shadow_every > 0)
 
 
 settings_decoder = msgspec.json.Decoder(Settings)
@@ -258,7 +239,7 @@ def read_settings(
             wrong.append(f"setting not accepted: {mistyped(error)}")
             del fitting[name]
     settings = msgspec.convert(fitting, Settings)
-    return settings, [*wrong, *_out_of_range(settings)]
+    return settings, [*wrong, *out_of_range(settings)]
 
 
 def settings_file() -> Path | None:
@@ -303,73 +284,3 @@ def _number(raw: str) -> int | float | None:
         except ValueError:
             pass
     return None
-
-
-def check_drop_dir(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse a directory for dropped faults that cannot be used, before anything is started."""
-    folder = env.get(DROP_DIR, "")
-    if not folder:
-        return
-    if not os.path.isdir(folder):
-        what = "is a file" if os.path.exists(folder) else "does not exist"
-        raise ConfigError(
-            f"environment variable {DROP_DIR}: {folder} {what}, but a directory is needed; make it, or unset it"
-        )
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"environment variable {DROP_DIR}: {folder} cannot be read and written by this user (faults are removed when taken); "
-            "change its mode, or unset it"
-        )
-
-
-def _out_of_range(settings: Settings) -> Iterator[str]:
-    """Values that cannot be meant, one sentence each."""
-    for read in (
-        lambda: limits_of(settings.restart_limits),
-        lambda: node_memory(settings.node_store) if settings.node_store else 0,
-        lambda: bytes_of(settings.snapshot_memory) if settings.snapshot_memory else 0,
-        lambda: bytes_of(settings.replay_log, "setting replay_log"),
-    ):
-        try:
-            read()
-        except ConfigError as error:
-            yield str(error)
-    for name, words in (("handling", HANDLINGS), ("fidelity", FIDELITIES)):
-        word = getattr(settings, name)
-        if word not in words:
-            yield f"setting {name} is {word!r}, but must be one of {', '.join(words)}{guess(word, words)}"
-    yield from _unknown_items(settings)
-    for field in msgspec.structs.fields(Settings):
-        value = getattr(settings, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"setting {field.name} is {value}, but a finite number is needed (default {field.default:g})"
-        elif isinstance(value, int | float) and value < 0:
-            yield f"setting {field.name} is {value}, but must not be negative"
-    if settings.restart_window_s == 0:
-        yield (
-            "setting restart_window_s is 0, so no restart would ever count; give it seconds, or leave out of restart_limits "
-            "what is to have no limit"
-        )
-
-
-def _unknown_items(settings: Settings) -> Iterator[str]:
-    """Words in settings that hold several."""
-    for item in listed(settings.detectors_off):
-        if not fnmatch.filter(DETECTORS, item):
-            known = f"; did you mean {item}.*?" if fnmatch.filter(DETECTORS, f"{item}.*") else guess(item, DETECTORS)
-            known = known or f" (there are: {' '.join(DETECTORS)})"
-            yield f"setting detectors_off: there is no detector {item!r}{known}"
-    for item in listed(settings.roll_back):
-        if item not in ROLL_BACK:
-            known = guess(item, ROLL_BACK) or f" (there are: {', '.join(ROLL_BACK)})"
-            yield f"setting roll_back: there is no fault of the training called {item!r}{known}"
-    for item in listed(settings.fault_senders):
-        if not _SENDER.fullmatch(item):
-            parts = ", ".join(_SENDER.findall(item)) or "dcgm, gpud"
-            yield (
-                f"setting fault_senders: {item!r} is no name of a sender (letters, digits and . _ - @ : /, with commas between "
-                f"names); did you mean {parts}?"
-            )
-    for item in listed(settings.notice_files):
-        if item not in CLOUDS and not item.startswith("/"):
-            yield f"setting notice_files: {item!r} is neither an absolute file nor one of {', '.join(CLOUDS)}"

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rerail.config import DETECTORS, Settings, check_drop_dir, load_settings
+from rerail.checks import DETECTORS, check_drop_dir
+from rerail.config import Settings, load_settings
 from rerail.detect.inventory import VENDORS, all_detectors, all_watchers, areas
 from rerail.detect.kernel_log import KernelLog
 from rerail.detect.levels import Level, Levels, parse

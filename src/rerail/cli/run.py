@@ -17,10 +17,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
+from rerail.checks import check_drop_dir
 from rerail.cli import machine
 from rerail.cli.flags import add_arguments, parse
 from rerail.cli.rundir import claim_run_dir
-from rerail.config import JobSpec, Settings, check_drop_dir, load_settings, settings_file
+from rerail.config import JobSpec, Settings, load_settings, settings_file
 from rerail.detect.levels import Levels
 from rerail.errors import UsageError
 from rerail.faults.catalog import load_catalog

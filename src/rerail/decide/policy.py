@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rerail.config import HANDLINGS, Settings
+from rerail.checks import HANDLINGS
+from rerail.config import Settings
 from rerail.decide.axes import AXES, Admission, Axes, Levels, Repair, Running, worst_of
 from rerail.decide.tables import Row, Shape, fit, rules_in, there_are
 from rerail.errors import ConfigError

@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rerail.config import DROP_DIR, Settings
+from rerail.checks import DROP_DIR
+from rerail.config import Settings
 from rerail.detect.detector import Told
 from rerail.detect.levels import Levels
 from rerail.runtime.reported import MAX_BODY, Desk, Refused, Reported

@@ -24,7 +24,8 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from rerail.config import CLOUDS, Settings
+from rerail.checks import CLOUDS
+from rerail.config import Settings
 from rerail.detect.detector import Line, Reading, Watcher
 from rerail.detect.dropbox import Dropbox
 from rerail.detect.host_services import run_tool
@@ -33,8 +34,7 @@ from rerail.texts import listed
 METADATA = "http://169.254.169.254"
 ANSWER_S = 2.0
 """Seconds a service may take to answer."""
-MAX_ANSWER = 1 << 20
-MAX_NOTICE = 2000
+MAX_ANSWER, MAX_NOTICE = 1 << 20, 2000
 RECENT_S = 3600.0
 """A notice file that was there before us counts if it was written within this time."""
 NOTHING = ("none", "false", "0", "ok", "no", "null", "[]", "{}")

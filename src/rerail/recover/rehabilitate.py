@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rerail.config import FAST, Settings
+from rerail.config import Settings
 from rerail.recover.plan import Choice, Infeasible, is_whole
 from rerail.recover.ways import Base, best, ways
 from rerail.runtime.fleet import Fleet
@@ -41,7 +41,7 @@ def resumed(
     parked: Mapping[int, Parked], exact: Choice | Infeasible, fleet: Fleet, settings: Settings
 ) -> Choice | Infeasible:
     """How to go on: by the exact choice, or from now where that is allowed and cheaper."""
-    if settings.fidelity == FAST and not (fleet.back.exact or fleet.back.trusted >= 0 or fleet.vacant()):
+    if settings.fast and not (fleet.back.exact or fleet.back.trusted >= 0 or fleet.vacant()):
         found = rehabilitated(parked, exact, Limits(settings.rehab_share, settings.rehab_from), fleet.healing)
         if isinstance(found, Choice):
             return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rerail.config import FAST, Settings
+from rerail.config import Settings
 from rerail.errors import StateError
 from rerail.rehab.choosing import choose, tried
 from rerail.rehab.fitter import fit
@@ -48,7 +48,7 @@ class Foreteller:
 
     def __init__(self, job: Job, settings: Settings, shadow: Shadower) -> None:
         self._job, self._shadow = job, shadow
-        self._on = settings.fidelity == FAST and settings.predictor_cost > 0
+        self._on = settings.fast and settings.predictor_cost > 0
         self._drifting = Drifting(job._tracked, on=self._on)
         self.coordinator = Coordinator(settings.predictor_cost)
         self._newest: tuple[Sequence[Window], int] = (), -1

@@ -18,7 +18,7 @@ import torch
 from rerail.checkpoint import catalog
 from rerail.checkpoint.catalog import Step
 from rerail.checkpoint.dtypes import view_of
-from rerail.config import FAST, settings_of_rank
+from rerail.config import settings_of_rank
 from rerail.errors import CheckpointError, StateError
 from rerail.rehab.predictors import Linear, Predictor, Times
 from rerail.rehab.teaching import NETS, plain, taught
@@ -37,7 +37,7 @@ class Mender:
     """Of one rank."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._on = job, settings_of_rank().fidelity == FAST
+        self._job, self._on = job, settings_of_rank().fast
         self._steps: dict[int, Step] = {}
         """Checkpoints by version, oldest first."""
         self._taught: Predictor | None = None

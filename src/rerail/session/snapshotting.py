@@ -27,7 +27,7 @@ from rerail.checkpoint.dtypes import view_of
 from rerail.checkpoint.layout import Piece, plan
 from rerail.checkpoint.staging import Stager
 from rerail.checkpoint.stream import Stream
-from rerail.config import FAST, settings_of_rank
+from rerail.config import settings_of_rank
 from rerail.errors import StateError
 from rerail.session.c10d import cuda_in_use
 from rerail.session.drifting import Drifting
@@ -64,7 +64,7 @@ class Snapshotter:
         self._stager: Stager | None = None
         self._pieces = Pieces(job._tracked, job.rank, job.world_size)
         settings = settings_of_rank()
-        self.drifting = Drifting(job._tracked, on=settings.fidelity == FAST)
+        self.drifting = Drifting(job._tracked, on=settings.fast)
         self.shadow = Shadower(job, self.arena, settings)
         self.foretelling = Foreteller(job, settings, self.shadow)
         self._most = bytes_of(settings.snapshot_memory) if settings.snapshot_memory else None
