@@ -112,8 +112,8 @@ def test_every_so_many_steps_means_multiples_wherever_the_job_began(
 
 
 def test_a_place_given_twice_is_one(tmp_path: Path) -> None:
-    assert len(checkpoints(tmp_path, tmp_path / ".." / tmp_path.name, tmp_path)._tiers) == 2
-    assert len(checkpoints(tmp_path, tmp_path)._tiers) == 1
+    assert len(checkpoints(tmp_path, tmp_path / ".." / tmp_path.name, tmp_path).tiers) == 2
+    assert len(checkpoints(tmp_path, tmp_path).tiers) == 1
 
 
 def test_where_all_places_are_empty_a_job_begins_anew(tmp_path: Path) -> None:
