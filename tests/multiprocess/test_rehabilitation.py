@@ -185,3 +185,28 @@ def test_lost_parameters_are_guessed_from_checkpoints(start: Start, tmp_path: Pa
     learnt = [note.payload for note in run.records("signal") if note.source == "rehab.learnt"]
     told = {"linear", "linear over 2", "least squares", "vitp", "vitp, drift", "predictor_loss"}
     assert learnt and told <= set(learnt[-1]), run.told("what rank 0 has learnt")
+
+
+def test_what_looks_no_good_is_refused_before_anything_is_changed_and_the_next_way_is_tried(start: Start) -> None:
+    run = start("fsdp", "80", "--tell", *LOST, "--bad", "shadow", env={**SHADOWED, "RERAIL_SHADOW_EVERY": "4"})
+    run.finish()
+    (report,) = run.reports()
+    assert (report["code"], report["fidelity"], report["attempts"]) == ("process.killed", "approximate", 2), report
+    assert (report["lost_steps"], report["resumed_step"]) == (0, 33), report
+    (recovery,) = run.records("recovery")
+    assert recovery.sources[2] == "its snapshot of step 20 (not exact)", recovery
+    assert "a restored shard looks no good" in report["summary"], report
+    assert all(len(pids) == (2 if rank == 2 else 1) for rank, pids in run.pids.items()), run.pids
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+
+
+@pytest.mark.parametrize("style", ["fsdp", "pp"])
+def test_where_no_way_is_any_good_the_repair_is_exact(start: Start, undisturbed: Digests, style: str) -> None:
+    """All go back, or the lost stage does its steps again. Also where another lane than that of the judge has the bad shard."""
+    env = {**SHADOWED, "RERAIL_SHADOW_EVERY": "4"}
+    run = start(style, "60", "--tell", *LOST, "--bad", "shadow+kept", env=env)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["fidelity"], report["attempts"]) == ("exact", 3), report
+    assert report["resumed_step"] == (20 if style == "fsdp" else 33), report
+    assert run.digests == undisturbed(style, "60"), run.told("the weights of a run without faults")

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,10 +168,14 @@ def main() -> None:
     parser.add_argument("--drift-from", type=int, default=-1, help="from this step on rank 1 goes its own way")
     parser.add_argument("--tell", action="store_true", help="tell the loss to rerail")
     parser.add_argument(
-        "--sick", type=int, default=-1, help="in this generation the loss is told as if it had not healed"
+        "--sick",
+        type=int,
+        default=-1,
+        help="in this generation, its first step aside, the loss is told as if it had not healed",
     )
     parser.add_argument("--keep", action="store_true", help="write down what each rank's parameters are in every step")
     parser.add_argument("--saves", default="", metavar="PLACE@N", help="save to this place every N steps")
+    parser.add_argument("--bad", default="", help="ways by which a lost shard comes back spoilt, with + in between")
     parser.add_argument("--believe", default="", help="a predictor that survivors find good, as soon as it has learnt")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -192,6 +197,17 @@ def main() -> None:
         place, _, every = args.saves.rpartition("@")
         job.checkpoints(place, when=int(every))
 
+    if args.bad and job._rejoin is not None:
+        mender, renew = job._rejoin._mender, job._rejoin._mender.renew
+
+        def spoil(stale: Any, version: int) -> None:
+            renew(stale, version)
+            if stale.way in args.bad.split("+"):
+                for parameter in model.parameters():
+                    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[operator]
+                    local.data.mul_(40.0)
+
+        mender.renew = spoil
     if args.believe:
         foretelling = job._snapshots.foretelling
         known = foretelling.guesses
@@ -202,7 +218,9 @@ def main() -> None:
         dist.all_reduce(total)
         return float(total)
 
+    begun: dict[int, int] = {}
     for (batch,) in job.steps(loader, until=args.steps):
+        sick = fabric.generation == args.sick and job.version > begun.setdefault(fabric.generation, job.version)
         if args.replan and fabric.generation > 0:
             job._snapshots.every = args.replan
         with job.step():
@@ -211,7 +229,7 @@ def main() -> None:
             maybe_fault(args.fault, job, "before")
             loss = backward(batch)
             if args.tell and (args.style != "pp" or job.rank % 2):
-                job.metric("loss", loss.item() + 10.0 * (fabric.generation == args.sick))
+                job.metric("loss", loss.item() + 10.0 * sick)
             maybe_fault(args.fault, job, "after")
             time.sleep(args.sleep)
             if job.rank == 1 and 0 <= args.drift_from <= job.version:

@@ -9,7 +9,7 @@ import pytest
 
 from rerail.config import Settings
 from rerail.recover.plan import Choice, Infeasible, choose_sources
-from rerail.recover.rehabilitate import Limits, carried_on, given_up, rehabilitated, resumed
+from rerail.recover.rehabilitate import Limits, as_they_are, carried_on, given_up, rehabilitated, resumed
 from rerail.report.compose import source_in_words
 from rerail.runtime.fleet import Fleet, Rank
 from rerail.runtime.plans import Back, Healing, Source, Stale
@@ -48,7 +48,9 @@ def test_survivors_keep_what_they_have() -> None:
     assert isinstance(found, Choice) and found.version == 33
     assert {n: source.kind for n, source in found.sources.items()} == {0: "own", 1: "own", 2: "stale", 3: "own"}
     assert found.sources[2].stale == Stale(at=20, expected=0.4)
-    assert found.healing == Healing(judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46, ways={2: "kept"})
+    assert found.healing == Healing(
+        judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46, ways={2: "kept"}, tellers=(0, 1, 3)
+    )
 
 
 def test_one_that_is_a_step_behind_keeps_its_own() -> None:
@@ -223,6 +225,16 @@ def test_what_was_refused_is_not_tried_again_and_going_back_comes_last() -> None
     assert isinstance(last, str) and "in a way that has not been refused" in last
     elsewhere = msgspec.structs.replace(refused, since=30)
     assert of_rank_2(rehabilitated(parked, exact(parked), FREE, elsewhere)).way == "shadow", "that was another fault"
+
+
+def test_a_shard_that_was_refused_is_lost_as_before() -> None:
+    healing = Healing(judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46, ways={2: "shadow"})
+    whole = {n: rank(n) for n in range(4)}
+    assert as_they_are(whole, None) == as_they_are(whole, healing) == whole
+    found = as_they_are(whole, healing.all_refused())
+    assert [n for n, p in found.items() if not p.intact] == [2]
+    later = {n: rank(n, 34) for n in range(4)}
+    assert as_they_are(later, healing.all_refused()) == later, "a step has been completed since"
 
 
 def test_what_was_kept_in_the_middle_of_healing_is_no_place_to_go_back_to() -> None:

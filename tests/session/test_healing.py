@@ -61,3 +61,59 @@ def test_it_is_the_judges_affair_alone() -> None:
 def test_a_guard_of_an_older_version_waits_until_the_end() -> None:
     old = Healing(judge=1, loss=2.0, spread=0.1, target=20, until=46)
     assert judged(course([50.0] * 5), old) is None
+
+
+# --- before anything is changed ---
+
+TRIED = Healing(judge=1, loss=2.0, spread=0.1, target=20, since=33, until=46, tellers=(1,))
+
+
+def looked(losses: dict[int, float], healing: Healing = TRIED) -> str:
+    healer = Healer()
+    healer.begin(healing)
+    found = healer.first_look(healing.since)
+    assert found is healing and healer.first_look(healing.since) is None, "once"
+    return healer.no_good(healing, sorted(losses.items()))
+
+
+def test_a_single_loss_that_no_chance_explains_is_refused() -> None:
+    assert looked(course([2.3])) == ""
+    assert looked(course([2.9])) == "", "it is where all would go back to, within its scatter"
+    assert looked(course([4.0])).startswith("loss 4 in step 34, 2.")
+    assert looked(course([float("inf")])).startswith("loss inf in step 34")
+
+
+def test_where_no_loss_is_told_before_the_update_nobody_knows() -> None:
+    assert looked(course([])) == ""
+    assert looked({at: loss for at, loss in course([50.0]).items() if at > 30}) == "", "nor where too few are known"
+
+
+def test_only_the_first_update_behind_the_repair_is_looked_at() -> None:
+    healer = Healer()
+    healer.begin(TRIED)
+    assert healer.on_trial(33) and not healer.on_trial(34)
+    assert healer.first_look(34) is None, "the step behind it"
+    healer.begin(None)
+    assert not healer.on_trial(33) and healer.first_look(33) is None
+
+
+def test_where_the_loss_was_at_a_checkpoint_long_ago_is_known_by_a_mark() -> None:
+    """From 9 down to 2 over 1000 steps; only the newest 64 losses are kept."""
+    healer, every = Healer(), {at: 9.0 - 7.0 * at / 1000 + 0.05 * (-1) ** at for at in range(1001)}
+    for at in range(1001):
+        healer.told(at, [(one, every[one]) for one in range(max(0, at - 63), at + 1)])
+    saved = Healing(judge=1, loss=2.0, spread=0.1, target=500, saved=True, since=1000, until=1500, tellers=(1,))
+    healer.begin(saved)
+    recent = [(one, every[one]) for one in range(937, 1000)]
+    assert healer.no_good(saved, [*recent, (1000, 5.0)]) == "", "no worse than it was at step 500"
+    assert healer.no_good(saved, [*recent, (1000, 7.0)]) != ""
+    assert healer.judged(1, 1002, [*recent, *((1000 + n, 7.0) for n in range(3))]) is not None
+
+
+def test_marks_of_a_past_that_never_was_are_dropped() -> None:
+    healer = Healer()
+    for at in range(200):
+        healer.told(at, [(one, 2.0) for one in range(max(0, at - 10), at + 1)])
+    newest = healer._marks[-1][0]
+    healer.told(50, [(one, 2.0) for one in range(40, 51)])
+    assert healer._marks[-1][0] <= 50 < newest

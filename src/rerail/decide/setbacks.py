@@ -21,6 +21,8 @@ KINDS = {"nan": "training.nan", "spike": "training.loss_spike", "divergence": "t
 """What the setting `roll_back` calls them, and their codes."""
 NAN, BAD_BATCH = KINDS["nan"], "training.bad_batch"
 UNHEALED = "training.unhealed"
+REFUSED = "training.refused"
+"""No setback: it was seen before anything was changed."""
 FAULTS = frozenset({*KINDS.values(), BAD_BATCH, UNHEALED})
 CALM = 100
 """Steps of progress after which going back counts anew."""

@@ -11,7 +11,7 @@ import msgspec
 
 from rerail.config import EXIT_DO_NOT_REQUEUE
 from rerail.decide.ladder.strategy import in_place_obstacle
-from rerail.decide.setbacks import is_setback
+from rerail.decide.setbacks import REFUSED, is_setback
 from rerail.decide.situation import Situation
 from rerail.flow import Diagnosis, Rung
 
@@ -29,8 +29,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def _stands_still(diagnosis: Diagnosis, now: Situation) -> bool:
-    if is_setback(diagnosis):
-        return False  # these have a count of their own
+    if is_setback(diagnosis) or diagnosis.code == REFUSED:
+        return False  # these have a count of their own, and there are only so many ways that can be refused
     if not now.aware:
         return now.budget.error_count >= now.no_progress_limit
     return now.budget.stuck >= now.no_progress_limit or now.budget.standing >= BAD_LUCK * now.no_progress_limit

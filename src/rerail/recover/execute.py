@@ -27,7 +27,7 @@ from rerail.recover.assign import assignment, environment, plan_of
 from rerail.recover.catch_up import longer_s, without_going_back
 from rerail.recover.placing import Homeless, Waiting, settle
 from rerail.recover.plan import Infeasible, choose_sources
-from rerail.recover.rehabilitate import given_up, resumed
+from rerail.recover.rehabilitate import as_they_are, given_up, resumed
 from rerail.recover.resets import LIMIT_S, Resets
 from rerail.recover.stages import Marks, Stage
 from rerail.recover.switch import Switch
@@ -342,7 +342,8 @@ class Execution:
         if not members or not all(rank.has_parked(self.fleet.generation) for rank in members):
             return
         self.marks.parked_at = now
-        self.marks.parked = self.switch.offered({r.rank: r.parked for r in members if r.parked is not None})
+        offered = {r.rank: r.parked for r in members if r.parked is not None}
+        self.marks.parked = as_they_are(self.switch.offered(offered), fleet.healing)
         newcomers = frozenset(rank.rank for rank in members if rank.newcomer) | set(self.switch.waiting)
         vacant = frozenset(rank.rank for rank in fleet.vacant())
         exact = choose_sources(self.marks.parked, newcomers, vacant)
@@ -371,8 +372,7 @@ class Execution:
             fleet.agents[node].send(orders.FormAll(plan=plan, kept=[one for one in kept if one.rank in here]))
         for rank in members:
             rank.move(RankState.FORMING)
-        fleet.formed_generation = fleet.generation
-        self.stage = Stage.FORMING
+        fleet.formed_generation, self.stage = fleet.generation, Stage.FORMING
         where = "what the ranks find" if self._fresh and fleet.generation else f"step {choice.version}"
         self.actions.note("form", "all", self._settings.build_timeout_s, detail=f"{where}{choice.note}")
 

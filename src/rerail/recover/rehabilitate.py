@@ -53,6 +53,15 @@ def resumed(
     return msgspec.structs.replace(exact, healing=carried_on(fleet.healing, exact, parked))
 
 
+def as_they_are(parked: Mapping[int, Parked], healing: Healing | None) -> dict[int, Parked]:
+    """What the ranks hold, but for shards that were put together in a way that was refused: these are lost as before."""
+    found = dict(parked)
+    for rank, way in (healing.ways if healing is not None else {}).items():
+        if healing is not None and way in healing.refused and rank in found and found[rank].version == healing.since:
+            found[rank] = msgspec.structs.replace(found[rank], intact=False)
+    return found
+
+
 def given_up(fleet: Fleet) -> None:
     """All start anew in the middle of it: from where all was exact."""
     healing, fleet.healing = fleet.healing, None
@@ -81,12 +90,12 @@ def rehabilitated(
         return f"{len(lost)} of {len(parked)} ranks are more than rehab_share, {limits.share:g}, of them"
     if any(p.agreed >= 0 or p.in_guard for p in parked.values()):
         return "what the ranks hold is not to be gone on from"
-    refused = before.refused if before is not None and before.since == version else ()
+    vain = before.refused if before is not None and before.since == version else ()
     sources: dict[int, Source] = {}
     for rank, p in sorted(parked.items()):
-        source = _kept(p, version) if rank in whole else _restored(p, whole, version, bases[rank], refused)
+        source = _kept(p, version) if rank in whole else _restored(p, whole, version, bases[rank], vain)
         if source is None:
-            tried = f" in a way that has not been refused ({', '.join(refused)})" if refused and rank in lost else ""
+            tried = f" in a way that has not been refused ({', '.join(vain)})" if vain and rank in lost else ""
             return f"rank {rank} cannot be brought to step {version}{tried}"
         sources[rank] = source
     judges = _judges(sources, parked)
@@ -102,7 +111,8 @@ def rehabilitated(
         since=version,
         until=version + max(WINDOW, version - target),
         ways={rank: source.stale.way for rank, source in sources.items() if source.stale is not None},
-        refused=refused,
+        tellers=tuple(judges),
+        refused=vain,
     )
     return Choice(version=version, sources=sources, healing=healing)
 

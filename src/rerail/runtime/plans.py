@@ -85,8 +85,14 @@ class Healing(msgspec.Struct, frozen=True, kw_only=True):
     until: int
     ways: dict[int, str] = {}
     """By lost rank: where its parameters came from (`Stale.way`)."""
+    tellers: tuple[int, ...] = ()
+    """Ranks that tell their loss: before the first update all wait for their word on it."""
     refused: tuple[str, ...] = ()
     """Ways that were tried at this version, and looked no good at once."""
+
+    def all_refused(self) -> Healing:
+        """Before its first update what was restored looked no good: none of these ways is tried again at this version."""
+        return msgspec.structs.replace(self, refused=tuple(sorted({*self.refused, *self.ways.values()})))
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

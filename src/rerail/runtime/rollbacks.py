@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rerail.config import Settings
-from rerail.decide.setbacks import BAD_BATCH, NAN, Setbacks, is_setback
+from rerail.decide.setbacks import BAD_BATCH, NAN, REFUSED, Setbacks, is_setback
 from rerail.flow import Diagnosis, Signal
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
@@ -43,7 +43,9 @@ class Rollbacks:
         if is_setback(diagnosis) and diagnosis.id != self._noted:
             self._noted = diagnosis.id
             self.setbacks = self.setbacks.note(diagnosis)
-        if diagnosis.trusted >= 0 and diagnosis.code != BAD_BATCH:
+        if diagnosis.code == REFUSED and self._fleet.healing is not None:
+            self._fleet.healing = self._fleet.healing.all_refused()
+        if diagnosis.trusted >= 0 and diagnosis.code not in (BAD_BATCH, REFUSED):
             limits = [limit for limit in (incident.trusted, diagnosis.trusted) if limit >= 0]
             incident.trusted = min(limits)
             self._intake.training.went_back(incident.trusted)

@@ -87,7 +87,7 @@ class TrainingWatch:
         """A rank says itself that its training has gone wrong, and waits; its beats need not tell it again."""
         for name in METRICS:
             self._told[rank, name] = max(word.version + 1, self._told.get((rank, name), 0))
-        state = {"batch": "bad_batch", "healing": "unhealed"}.get(word.what, "nan")
+        state = {"batch": "bad_batch", "healing": "unhealed", "source": "refused"}.get(word.what, "nan")
         return Finding(source=HEALTH, rank=rank, step=word.version, state=state, text=word.text, back=word.trusted)
 
     def went_back(self, version: int) -> None:

@@ -241,7 +241,8 @@ class Unsound(Message, frozen=True, kw_only=True):
     version: int
     """The step that went wrong began from here."""
     what: str
-    """`loss`, `grad_norm` or `state` is not finite; `batch`: the script does not want this one; `healing`: it is no better yet."""
+    """`loss`, `grad_norm` or `state` is not finite; `batch`: the script does not want this one; `healing`: it is no better yet;
+    `source`: a shard that was restored looks no good, before anything was changed."""
     trusted: int
     text: str
 

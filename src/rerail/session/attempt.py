@@ -29,6 +29,8 @@ class Attempt:
 
     def __init__(self, clock: StepClock | None) -> None:
         self._clock = clock
+        self.first_look: Callable[[], None] = lambda: None
+        """Called first of all; it may raise StepInterrupted."""
         self.before_update: Callable[[], None] = lambda: None
         """Called once the update is certain to happen, before it changes anything."""
         self.injected: Injections | None = None
@@ -79,6 +81,7 @@ class Attempt:
                 raise StepInterrupted("this attempt of the step is void; job.step() repeats it")
         if not self.update_begun:
             self._insist_on_lease()
+            self.first_look()
             if self.injected is not None:
                 self.injected.before_update()
             self.before_update()

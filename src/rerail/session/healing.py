@@ -1,11 +1,18 @@
 """Looks whether the training heals after a shard was restored that is not exact, and has all go back if it does not.
 
+    before the first update    every rank that tells its loss looks at it: far beyond where all would go back to, and nothing is
+                               changed, but the next way of restoring the shard is tried (`session.soundness`)
+    three steps later          the same by the median of three: all go back
+    after as many steps as     the loss is what it was, or all go back
+    going back would cost
+
 The plan of the generation says who looks and for how long (`runtime.plans.Healing`). All ranks keep the snapshot that they would
 go back to until then. Kept by `session.soundness`, which is told every loss.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -13,13 +20,19 @@ from rerail.runtime.plans import WINDOW, Healing
 
 SOON = 3
 """Losses after which a leap is taken for one."""
-FAR = 3.0
-"""Times their scatter: what losses differ by without any reason."""
+FAR, AT_ONCE = 3.0, 6.0
+"""Times their scatter: what losses differ by without any reason; and beyond which a single one is no chance."""
 LATE = 8
 """Steps for which the snapshot is kept beyond the end: no rank is that far ahead of the judge."""
+EVERY, MARKS = 32, 256
+"""Steps between two marks of where the loss was, and how many are kept: a checkpoint may lie far back."""
+
+Level = tuple[float, float]
+Losses = Sequence[tuple[int, float]]
+"""The version from which each step began, and its loss."""
 
 
-def level(losses: Sequence[float]) -> tuple[float, float] | None:
+def level(losses: Sequence[float]) -> Level | None:
     """Where the loss is, and how much it scatters; None: too few are known."""
     if len(losses) < WINDOW:
         return None
@@ -33,10 +46,21 @@ class Healer:
 
     def __init__(self) -> None:
         self._healing: Healing | None = None
+        self._looked = True
+        self._marks: deque[tuple[int, Level]] = deque(maxlen=MARKS)
 
     def begin(self, healing: Healing | None) -> None:
         """A generation is formed: with a guard, or without."""
-        self._healing = healing
+        self._healing, self._looked = healing, False
+
+    def told(self, version: int, losses: Losses) -> None:
+        """A loss was told, the newest of these."""
+        while self._marks and self._marks[-1][0] > version:
+            self._marks.pop()  # of a past that never was
+        if not self._marks or version >= self._marks[-1][0] + EVERY:
+            found = level([loss for _, loss in losses])
+            if found is not None:
+                self._marks.append((version, found))
 
     def pinned(self, version: int) -> frozenset[int]:
         """Versions whose snapshots have to stay for now."""
@@ -49,7 +73,41 @@ class Healer:
         """Whether a checkpoint is what all would go back to, so that none may be deleted."""
         return bool(self.pinned(version)) and self._healing is not None and self._healing.saved
 
-    def judged(self, rank: int, version: int, losses: Sequence[tuple[int, float]]) -> tuple[bool, str, int] | None:
+    # --- before anything is changed ---
+
+    def on_trial(self, version: int) -> bool:
+        """Whether the first update behind the repair is still to come."""
+        return not self._looked and self._healing is not None and self._healing.since == version
+
+    def first_look(self, version: int) -> Healing | None:
+        """The guard, if this is the first update behind the repair; only once."""
+        healing, self._looked = None if self._looked else self._healing, True
+        return healing if healing is not None and healing.since == version else None
+
+    def no_good(self, healing: Healing, losses: Losses) -> str:
+        """Why the loss of the step under way is no good, or nothing. No loss was told: nobody knows."""
+        now = [loss for at, loss in losses if at == healing.since]
+        before = level([loss for at, loss in losses if at < healing.since])
+        if not now or before is None:
+            return ""
+        there, scatter = self._there(healing, losses) or before
+        scatter = max(scatter, before[1])
+        if now[-1] <= max(there, before[0]) + AT_ONCE * scatter:
+            return ""
+        return f"loss {now[-1]:.4g} in step {healing.since + 1}, {before[0]:.4g} before"
+
+    def _there(self, healing: Healing, losses: Losses) -> Level | None:
+        """Where the loss was at the version that all would go back to."""
+        near = [loss for at, loss in losses if abs(at - healing.target) <= WINDOW and at < healing.since]
+        if len(near) >= WINDOW // 2:
+            middle = median(near)
+            return middle, 1.5 * median(abs(loss - middle) for loss in near)
+        marks = [found for at, found in self._marks if at <= healing.target + EVERY]
+        return marks[-1] if marks else None
+
+    # --- afterwards ---
+
+    def judged(self, rank: int, version: int, losses: Losses) -> tuple[bool, str, int] | None:
         """Whether it has healed, in words, and where all would go back to. None: it is too early, or another rank's affair."""
         healing = self._healing
         if healing is None or healing.judge != rank:
@@ -64,22 +122,18 @@ class Healer:
         text = f"loss {found[0]:.4g} at step {version}, {healing.loss:.4g} before"
         return healed, text, healing.target
 
-    def _leapt(
-        self, healing: Healing, version: int, losses: Sequence[tuple[int, float]]
-    ) -> tuple[bool, str, int] | None:
+    def _leapt(self, healing: Healing, version: int, losses: Losses) -> tuple[bool, str, int] | None:
         """Whether the training is worse now than where all would go back to: then there is nothing to wait for."""
         newest = [loss for at, loss in losses if at >= healing.since >= 0]
-        there = [loss for at, loss in losses if abs(at - healing.target) <= WINDOW and at < healing.since]
-        if len(newest) < SOON or len(there) < WINDOW // 2:
+        there = self._there(healing, losses)
+        if len(newest) < SOON or there is None:
             return None
-        middle = median(there)
-        scatter = max(healing.spread, 1.5 * median(abs(loss - middle) for loss in there))
         now = median(newest[-SOON:])
-        if now <= max(middle, healing.loss) + FAR * scatter:
+        if now <= max(there[0], healing.loss) + FAR * max(healing.spread, there[1]):
             return None
         self._healing = None
         return (
             False,
-            f"loss {now:.4g} at step {version}, worse than the {middle:.4g} at step {healing.target}",
+            f"loss {now:.4g} at step {version}, worse than the {there[0]:.4g} at step {healing.target}",
             healing.target,
         )

@@ -99,6 +99,7 @@ class Job:
         self._telemetry = Telemetry(self._clock)
         self._votes = Votes(self, link)
         self._soundness = Soundness(self, link)
+        self._attempt.first_look = self._soundness.first_look
         self._injected = self._attempt.injected = injections_of(self, link)
 
     @property

@@ -50,6 +50,8 @@ class Rejoiner:
         self._intact = False
         """Whether the state in memory is that of `job._version`, whole."""
         self._training = False
+        self._mended = -1
+        """The version at which the state was put together, not exactly, and that it is still of."""
         self._agreed = -1
         self._behind: Plan | None = None
         """The plan whose version this rank has yet to come to, by doing its steps again."""
@@ -264,6 +266,7 @@ class Rejoiner:
             smalls.add(job._version)  # between two steps: all of it is in memory
         if job._has_batch and job._ran_out == job._version and (self._joined or not _changing(job)):
             smalls.add(job._version + 1)
+        lost = not self._intact or self._mended == job._version  # which may be tried in another way
         self._link.send(
             Parked(
                 rank=job.rank,
@@ -275,8 +278,8 @@ class Rejoiner:
                 snapshots=job._snapshots.versions(),
                 logged=messages.since,
                 astray=messages.astray,
-                shadows=() if self._intact else job._snapshots.shadow.usable(),
-                saved=() if self._intact else self._mender.saved(),
+                shadows=job._snapshots.shadow.usable() if lost else (),
+                saved=self._mender.saved() if lost else (),
                 replicas=self._replicas(),
                 weights=job._tracked.alike(job.rank, job.world_size) if job._tracked.shares_optimizer() else (),
                 agreed=self._agreed,
@@ -322,6 +325,7 @@ class Rejoiner:
             job._snapshots.take_now(restore.at_hand(job))
         job._checkpoints.left_by(sorted(set(before) - set(job.seats)), min(before))
         self._intact = self._joined = True
+        self._mended = plan.version if plan.sources[job.rank].stale is not None else -1
         self._agreed = -1
         job._broke_off = -1
         loaded = time.monotonic()

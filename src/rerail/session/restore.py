@@ -42,8 +42,9 @@ def by_plan(job: Job, plan: Plan, inherited: dict[int, Small], mender: Mender) -
     elif source.stale is not None and source.stale.schedule >= 0:
         _advance(job)
     elif source.stale is not None:
+        schedule = _written(job, plan.version, inherited).objects
         _jump(job, plan.version, inherited)
-        job._tracked.load_small_objects(_written(job, plan.version, inherited).objects, {})
+        job._tracked.load_small_objects(schedule, {})
     elif source.kind == "behind":
         _advance(job)
     elif source.kind != "snapshot" and start == job._version and job._has_batch and job._small is not None:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rerail.config import settings_of_rank
-from rerail.errors import JobStopped, StateError
+from rerail.errors import JobStopped, StateError, StepInterrupted
 from rerail.runtime.clock import METRICS, Phase
 from rerail.runtime.wire import HEALED, Message, Unsound
+from rerail.session import first_look
 from rerail.session.fabric import fabric
 from rerail.session.healing import Healer, level
 from rerail.texts import listed
@@ -70,9 +71,13 @@ class Soundness:
         if name not in METRICS or not self._on or job.rehearsing or fabric.interrupted:
             return
         began = job._version if job._attempt.active else max(0, job._version - 1)
+        if name == "loss" and self._trial(began):
+            self._losses.append((began, value if math.isfinite(value) else math.inf))
+            return  # nothing has been changed yet: it is looked at before that
         if math.isfinite(value):
             if name == "loss":
                 self._losses.append((began, value))
+                self.healing.told(began, self._losses)
                 self._judge(began)
             return
         if name == "grad_norm" and job._tracked.has_scaler():
@@ -95,6 +100,28 @@ class Soundness:
             return
         print(f"rerail: the training has healed: {text}", file=sys.stderr, flush=True)
         self._job._rejoin.note(HEALED, version, text)
+
+    def _trial(self, began: int) -> bool:
+        """Whether this is the step behind a repair that is not exact, and its update is still to come."""
+        job = self._job
+        return job._attempt.active and not job._attempt.update_begun and self.healing.on_trial(began)
+
+    def first_look(self) -> None:
+        """Before the update behind a repair that is not exact: StepInterrupted if any rank's loss is no good. Nothing is changed then."""
+        job = self._job
+        healing = self.healing.first_look(job._version)
+        if healing is None or job.rehearsing or fabric.interrupted or self._link is None:
+            return
+        why = self.healing.no_good(healing, self._losses) if job.rank in healing.tellers else ""
+        job._enter(Phase.PARKED)
+        refused = first_look.all_said(job.rank, healing.tellers, why)
+        if refused:
+            word = Unsound(
+                generation=fabric.generation, version=job._version, what="source", trusted=job._version, text=refused
+            )
+            wait_to_go_back(job, self._link, word)
+            raise StepInterrupted("the shard that was restored looks no good; the next way is tried")
+        job._enter(Phase.COMPUTE)
 
     def level(self) -> tuple[float, float] | None:
         """Where the loss is."""

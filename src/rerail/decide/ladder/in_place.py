@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rerail.decide.budget import EVACUATE, NODE_BACK, UNBROKEN, raised
 from rerail.decide.ladder.strategy import Reason, Strategy, barred_among, in_place_obstacle, replaced
-from rerail.decide.setbacks import is_setback
+from rerail.decide.setbacks import REFUSED, is_setback
 from rerail.decide.situation import Situation, broken
 from rerail.flow import Cost, Diagnosis, Rung
 from rerail.wording import ranks
@@ -18,6 +18,9 @@ def _retry_answers(diagnosis: Diagnosis, now: Situation) -> Reason | None:
     if diagnosis.code in REPLICAS:
         why = "all go back to where the replicas agreed and compute the same again: whoever was wrong shows"
         return Reason("replicas-differ", why)
+    if diagnosis.code == REFUSED:
+        why = "nothing has been changed yet: what was lost is restored in the next best way, or all go back"
+        return Reason("source-refused", why)
     if diagnosis.rule in UNBROKEN:
         return Reason("all-alive", "every rank is alive: new connections are all it needs")
     if now.budget.raised_count <= 1:
@@ -38,7 +41,7 @@ def _spoilt(diagnosis: Diagnosis) -> str:
 def _replace_answers(diagnosis: Diagnosis, now: Situation) -> Reason | None:
     if diagnosis.lost:
         return Reason("rank-lost", "the other ranks are alive and keep their state")
-    if raised(diagnosis) and not is_setback(diagnosis):
+    if raised(diagnosis) and not is_setback(diagnosis) and diagnosis.code != REFUSED:
         return Reason("raised-again", "the step raised again when it was retried: the process itself may be broken")
     if diagnosis.rule == EVACUATE and Rung.RESET_DEVICE in now.tried and not now.free:
         why = f"{now.tried[Rung.RESET_DEVICE]}; there is no other place, so a new process goes on in the same one"
