@@ -9,7 +9,7 @@ import pytest
 from rerail.checkpoint.schedule import CheckFreq, Costs, Planned
 from rerail.flow import Cost, Report, Rung
 from rerail.planner.model import young_s
-from rerail.planner.outlook import Course, Outlook, look_ahead
+from rerail.planner.outlook import Course, Healed, Outlook, healed, look_ahead
 from rerail.planner.rates import usual
 from rerail.runtime.experience import Experience
 from rerail.runtime.fleet import Fleet
@@ -48,6 +48,38 @@ def test_only_what_lost_snapshots_makes_checkpoints_more_frequent() -> None:
     for at in (4200.0, 4400.0, 4600.0):
         experience.note(report(at, Rung.RESTART_ALL))
     assert experience.outlook(fleet, None, False, 5000.0).lost.per_s > 2 * before.lost.per_s
+
+
+def test_faults_after_which_all_went_on_count_by_what_they_cost() -> None:
+    times = [100.0 * n for n in range(1, 21)]
+    full = look_ahead(times, [], 0.0, 2000.0, PRIOR)
+    some = [Healed(at=at, rho=0.4) for at in times]
+    share = look_ahead([], [], 0.0, 2000.0, PRIOR, some)
+    assert share.behind.per_s == pytest.approx(0.4 * full.behind.per_s)
+    assert share.lost == look_ahead([], [], 0.0, 2000.0, PRIOR).lost
+    saved = look_ahead([], [], 0.0, 2000.0, PRIOR, [Healed(at=at, rho=0.4, saved=True) for at in times])
+    assert saved.lost.per_s == pytest.approx(share.behind.per_s)
+    half = look_ahead(times[:10], [], 0.0, 2000.0, PRIOR, some[10:])
+    assert half.behind.per_s == pytest.approx(0.7 * full.behind.per_s)
+    free = look_ahead([], [], 0.0, 2000.0, PRIOR, [Healed(at=at, rho=0.0) for at in times])
+    assert 0 < free.behind.per_s <= 0.1 * full.behind.per_s, "never none at all"
+
+
+@pytest.mark.parametrize(
+    ("figures", "rho"),
+    [
+        ({"behind": 100.0, "expected": 40.0}, 0.4),
+        ({"behind": 100.0, "expected": 40.0, "lag": 10.0, "lag_error": 0.1}, 0.1),
+        ({"behind": 100.0, "expected": 40.0, "lag": 10.0, "lag_error": 20.0}, 0.25),
+        ({"behind": 100.0, "expected": 40.0, "lag": -900.0, "lag_error": 1e6}, 0.4),
+        ({"behind": 100.0, "expected": 40.0, "lag": -50.0, "lag_error": 0.1}, 0.0),
+        ({"behind": 100.0, "expected": 40.0, "lag": 500.0, "lag_error": 0.1}, 1.0),
+    ],
+)
+def test_what_was_measured_counts_as_far_as_it_is_sure(figures: dict[str, float], rho: float) -> None:
+    found = healed(5.0, figures)
+    assert found is not None and found.rho == pytest.approx(rho, abs=0.01)
+    assert healed(5.0, {"message": "loss 2"}) is None
 
 
 def test_faults_that_cost_no_work_do_not_count() -> None:

@@ -49,7 +49,15 @@ def test_survivors_keep_what_they_have() -> None:
     assert {n: source.kind for n, source in found.sources.items()} == {0: "own", 1: "own", 2: "stale", 3: "own"}
     assert found.sources[2].stale == Stale(at=20, expected=0.4)
     assert found.healing == Healing(
-        judge=0, loss=1.0, spread=0.1, target=20, since=33, until=46, ways={2: "kept"}, tellers=(0, 1, 3)
+        judge=0,
+        loss=1.0,
+        spread=0.1,
+        target=20,
+        since=33,
+        until=46,
+        ways={2: "kept"},
+        tellers=(0, 1, 3),
+        expected=0.4 * 13,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shadowed import FAST, Rank
 
 from rerail.config import Settings
 from rerail.errors import StateError
+from rerail.rehab.fitter import Fitter
 from rerail.rehab.teaching import NETS, PLAIN, taught
 from rerail.session.foretelling import Foreteller
 from rerail.session.waiting import idle
@@ -29,6 +31,7 @@ class Survivor:
         self.notes: list[dict[str, float]] = []
         self.job._rejoin = self
         self.job.seats, self.job._small = (0, 1), None
+        self.job._soundness = SimpleNamespace(fitter=Fitter())
         self.foretelling = Foreteller(self.job, settings, self.rank.shadow)
 
     def note(self, source: str, version: int, text: str, figures: dict[str, float]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rerail.runtime.plans import Healing
-from rerail.session.healing import Healer
+from rerail.session.healing import Healer, Verdict
 
 HEALING = Healing(judge=1, loss=2.0, spread=0.1, target=20, since=33, until=46)
 
 
-def judged(losses: dict[int, float], healing: Healing = HEALING, rank: int = 1) -> tuple[bool, str, int] | None:
+def judged(losses: dict[int, float], healing: Healing = HEALING, rank: int = 1) -> Verdict | None:
     healer = Healer()
-    healer.begin(healing)
+    healer.begin(healing, sorted(losses.items()))
     return healer.judged(rank, max(losses), sorted(losses.items()))
 
 
@@ -31,9 +31,8 @@ def test_a_leap_beyond_where_all_would_go_back_to_ends_it_at_once(loss: float) -
     assert judged(course([loss, loss])) is None, "two losses may be chance"
     found = judged(course([loss, loss * 1.1, loss]))
     assert found is not None
-    healed, text, target = found
-    assert not healed and target == 20
-    assert text.startswith(f"loss {loss:.4g} at step 35, worse than the 2.")
+    assert not found.healed and found.target == 20
+    assert found.text.startswith(f"loss {loss:.4g} at step 35, worse than the 2.")
 
 
 def test_one_bad_batch_is_no_leap() -> None:
@@ -63,6 +62,23 @@ def test_a_guard_of_an_older_version_waits_until_the_end() -> None:
     assert judged(course([50.0] * 5), old) is None
 
 
+def test_what_it_has_cost_is_told_in_steps() -> None:
+    """The loss falls by a hundredth in a step, and is set back by five of them."""
+    before = {at: 5.0 * 0.99**at for at in range(60)}
+    healing = Healing(judge=1, loss=5.0 * 0.99**56, spread=0.1, target=40, since=60, until=80, expected=4.0)
+    found = judged(before | {at: 5.0 * 0.99 ** (at - 5) for at in range(60, 81)}, healing)
+    assert found is not None and found.healed
+    assert found.figures["lag"] == pytest.approx(5.0, abs=0.01) and found.figures["lag_error"] < 0.5
+    assert (found.figures["behind"], found.figures["expected"]) == (20.0, 4.0)
+    assert "5 ± 0 steps behind where it was heading, 4 were expected, going back would have cost 20" in found.text
+
+
+def test_where_the_loss_does_not_fall_for_sure_nobody_says_what_it_has_cost() -> None:
+    flat = {at: 2.0 + 0.1 * (-1) ** at for at in range(81)}
+    found = judged(flat, Healing(judge=1, loss=2.0, spread=0.2, target=40, since=60, until=80))
+    assert found is not None and found.healed and "lag" not in found.figures
+
+
 # --- before anything is changed ---
 
 TRIED = Healing(judge=1, loss=2.0, spread=0.1, target=20, since=33, until=46, tellers=(1,))
@@ -70,7 +86,7 @@ TRIED = Healing(judge=1, loss=2.0, spread=0.1, target=20, since=33, until=46, te
 
 def looked(losses: dict[int, float], healing: Healing = TRIED) -> str:
     healer = Healer()
-    healer.begin(healing)
+    healer.begin(healing, [])
     found = healer.first_look(healing.since)
     assert found is healing and healer.first_look(healing.since) is None, "once"
     return healer.no_good(healing, sorted(losses.items()))
@@ -90,10 +106,10 @@ def test_where_no_loss_is_told_before_the_update_nobody_knows() -> None:
 
 def test_only_the_first_update_behind_the_repair_is_looked_at() -> None:
     healer = Healer()
-    healer.begin(TRIED)
+    healer.begin(TRIED, [])
     assert healer.on_trial(33) and not healer.on_trial(34)
     assert healer.first_look(34) is None, "the step behind it"
-    healer.begin(None)
+    healer.begin(None, [])
     assert not healer.on_trial(33) and healer.first_look(33) is None
 
 
@@ -103,7 +119,7 @@ def test_where_the_loss_was_at_a_checkpoint_long_ago_is_known_by_a_mark() -> Non
     for at in range(1001):
         healer.told(at, [(one, every[one]) for one in range(max(0, at - 63), at + 1)])
     saved = Healing(judge=1, loss=2.0, spread=0.1, target=500, saved=True, since=1000, until=1500, tellers=(1,))
-    healer.begin(saved)
+    healer.begin(saved, [])
     recent = [(one, every[one]) for one in range(937, 1000)]
     assert healer.no_good(saved, [*recent, (1000, 5.0)]) == "", "no worse than it was at step 500"
     assert healer.no_good(saved, [*recent, (1000, 7.0)]) != ""

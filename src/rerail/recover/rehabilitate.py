@@ -102,6 +102,7 @@ def rehabilitated(
     if not judges:
         return 'no rank tells its loss (job.metric("loss", ...)), so nobody could say whether it heals'
     judge, (level, spread) = next(iter(judges.items()))
+    found = [source.stale for source in sources.values() if source.stale is not None]
     healing = Healing(
         judge=judge,
         loss=level,
@@ -111,6 +112,7 @@ def rehabilitated(
         since=version,
         until=version + max(WINDOW, version - target),
         ways={rank: source.stale.way for rank, source in sources.items() if source.stale is not None},
+        expected=max((one.expected * (version - one.at) for one in found), default=0.0),
         tellers=tuple(judges),
         refused=vain,
     )

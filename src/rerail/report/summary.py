@@ -6,6 +6,7 @@ Called by `cli.report`, `cli.incidents` and `cli.status`. Reads only, also while
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import TypeVar
 import msgspec
 
 from rerail.errors import UsageError
-from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Recovery, Report, Signal
+from rerail.flow import Action, AnyRecord, Decision, Diagnosis, Event, Fidelity, Recovery, Report, Signal
 from rerail.report.seen import Seen, also_seen, places_seen
 from rerail.report.spells import fault_time
 from rerail.runtime.journal import FILE_NAME, Journal
+from rerail.runtime.wire import HEALED
 
 SKIPPED = "data.skipped"
 _R = TypeVar("_R", Signal, Event, Diagnosis, Decision, Action)
@@ -37,6 +39,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock of the fault; the report is dated by the end of the repair."""
     skipped: tuple[Signal, ...] = ()
     """Where ranks told which data they have left out because of it."""
+    healed: Signal | None = None
+    """What a rank told of the loss when a repair that was not exact had healed."""
     also_seen: tuple[Seen, ...] = ()
     """Faults of machines and training about the same time, that are not its cause."""
 
@@ -111,6 +115,7 @@ def story(journal: Journal, report: Report) -> Story:
     told = [one for one in _of(journal.records(kind="signal"), Signal) if one.source == SKIPPED] if left_out else []
     began = min((record.at for record in records), default=report.at)
     return Story(
+        healed=_healed(journal, report),
         report=report,
         signals=_of(records, Signal),
         events=_of(records, Event),
@@ -122,6 +127,15 @@ def story(journal: Journal, report: Report) -> Story:
         skipped=tuple(one for one in told if one.step in left_out and one.at >= began),
         also_seen=tuple(one for one in seen(journal) if one.near(began, report.at)),
     )
+
+
+def _healed(journal: Journal, report: Report) -> Signal | None:
+    """The first word on it before the next repair."""
+    if report.fidelity is not Fidelity.APPROXIMATE:
+        return None
+    later = min((one.at for one in reports(journal) if one.at > report.at), default=math.inf)
+    told = (one for one in _of(journal.records(kind="signal"), Signal) if one.source == HEALED)
+    return next((one for one in told if report.at <= one.at < later), None)
 
 
 def _of(records: list[AnyRecord], kind: type[_R]) -> tuple[_R, ...]:

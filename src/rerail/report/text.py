@@ -225,6 +225,8 @@ def _handling(story: Story) -> list[str]:
         lines.append(
             f"  {'resumed at':<14}step {report.resumed_step:,} (lost {report.lost_steps} steps, {report.fidelity}{source})"
         )
+    if story.healed is not None:
+        lines.append(f"  {'healed':<14}{story.healed.payload.get('message', '')}")
     return lines
 
 

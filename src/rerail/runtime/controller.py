@@ -70,7 +70,7 @@ class Controller:
         self.incident: Incident | None = None
         self.incidents = 0
         self.budget = Budget()
-        self.experience = Experience()
+        self.experience = Experience(self.rollbacks.healed)
         self.execution.outlook = partial(self.experience.outlook, self.fleet)
         self.exit_code: int | None = None
         self._nodes: dict[Link, str] = {}

@@ -10,7 +10,7 @@ from statistics import median
 
 from rerail.decide.situation import Tally
 from rerail.flow import Cost, Report, Rung
-from rerail.planner.outlook import Outlook, look_ahead
+from rerail.planner.outlook import Healed, Outlook, look_ahead
 from rerail.planner.rates import usual
 from rerail.runtime.fleet import Fleet
 
@@ -18,7 +18,9 @@ from rerail.runtime.fleet import Fleet
 class Experience:
     """Of one job."""
 
-    def __init__(self) -> None:
+    def __init__(self, healed: Sequence[Healed] = ()) -> None:
+        """`healed`: faults after which all went on, though a shard was lost; filled by `runtime.rollbacks`."""
+        self._healed = healed
         self._costs: dict[Rung, list[Cost]] = {}
         self.tallies: dict[Rung, Tally] = {}
         self._behind: list[float] = []
@@ -46,7 +48,8 @@ class Experience:
         behind = [*self._behind, wall] if back and rung is not Rung.RESTART_ALL else self._behind
         agents = [fleet.agents.get(rank.node) for rank in fleet.ranks.values()]
         devices = sum(agent is not None and bool(agent.accelerators) for agent in agents)
-        return look_ahead(behind, lost, self.began, wall, usual(devices, len(agents) - devices))
+        prior = usual(devices, len(agents) - devices)
+        return look_ahead(behind, lost, self.began, wall, prior, self._healed)
 
     @property
     def history(self) -> dict[Rung, Cost]:

@@ -85,6 +85,8 @@ class Healing(msgspec.Struct, frozen=True, kw_only=True):
     until: int
     ways: dict[int, str] = {}
     """By lost rank: where its parameters came from (`Stale.way`)."""
+    expected: float = 0.0
+    """Steps that this is expected to cost in the end."""
     tellers: tuple[int, ...] = ()
     """Ranks that tell their loss: before the first update all wait for their word on it."""
     refused: tuple[str, ...] = ()

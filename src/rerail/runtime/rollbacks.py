@@ -13,6 +13,7 @@ import msgspec
 from rerail.config import Settings
 from rerail.decide.setbacks import BAD_BATCH, NAN, REFUSED, Setbacks, is_setback
 from rerail.flow import Diagnosis, Signal
+from rerail.planner.outlook import Healed, healed
 from rerail.runtime.fleet import Fleet
 from rerail.runtime.incident import Incident
 from rerail.runtime.intake import Intake
@@ -28,6 +29,8 @@ class Rollbacks:
     def __init__(self, fleet: Fleet, intake: Intake, settings: Settings) -> None:
         self._fleet, self._intake, self._limit = fleet, intake, settings.roll_back_limit
         self.setbacks = Setbacks()
+        self.healed: list[Healed] = []
+        """What recoveries that were not exact have cost: for `runtime.experience`."""
         self._oldest_saved = -1
         self._noted = ""
 
@@ -35,6 +38,8 @@ class Rollbacks:
         """A rank tells of a checkpoint, or that a shard which was not restored exactly has healed."""
         if signal.source == HEALED:
             self._fleet.healing = None
+            if (found := healed(signal.at, signal.payload)) is not None:
+                self.healed.append(found)
         if signal.source in SAVED and signal.step >= 0:
             self._oldest_saved = signal.step if self._oldest_saved < 0 else min(self._oldest_saved, signal.step)
 
@@ -64,6 +69,7 @@ class Rollbacks:
             "setbacks": self.setbacks,
             "back": self._fleet.back,
             "healing": self._fleet.healing,
+            "healed": self.healed,
             "oldest_saved": self._oldest_saved,
         }
         return {"rollbacks": msgspec.to_builtins(told, str_keys=True)}
@@ -74,4 +80,5 @@ class Rollbacks:
         self.setbacks = msgspec.convert(told.get("setbacks", {}), Setbacks, str_keys=True)
         self._fleet.back = msgspec.convert(told.get("back", {}), Back, str_keys=True)
         self._fleet.healing = msgspec.convert(told.get("healing"), Healing | None)
+        self.healed[:] = msgspec.convert(told.get("healed", []), list[Healed])
         self._oldest_saved = int(told.get("oldest_saved", -1))

@@ -108,8 +108,11 @@ class Foreteller:
         figures = {name: cost for name, (cost, _) in (self._plain[1] | self._learnt).items()}
         listed = ", ".join(f"{name} {cost:.2f}" for name, cost in sorted(figures.items(), key=lambda one: one[1]))
         text = f"what guesses at lost parameters would cost, against those of the newest checkpoint: {listed}"
-        curve = fit(range(len(net.losses)), net.losses)
-        fitted = {"tau": curve.slope, "tau_error": curve.error} if curve is not None else {}
+        curves = {"tau": fit(range(len(net.losses)), net.losses), "alpha": job._soundness.fitter.curve}
+        fitted: dict[str, float] = {}
+        for name, curve in curves.items():
+            if curve is not None:
+                fitted |= {name: curve.slope, f"{name}_error": curve.error}
         job._rejoin.note(LEARNT, version, text, figures | fitted | {"predictor_loss": net.loss})
 
     # --- sharing the work ---

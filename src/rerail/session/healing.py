@@ -12,10 +12,13 @@ go back to until then. Kept by `session.soundness`, which is told every loss.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
 
+from rerail.rehab.fitter import Curve, fit
 from rerail.runtime.plans import WINDOW, Healing
 
 SOON = 3
@@ -30,6 +33,17 @@ EVERY, MARKS = 32, 256
 Level = tuple[float, float]
 Losses = Sequence[tuple[int, float]]
 """The version from which each step began, and its loss."""
+
+
+class Verdict(NamedTuple):
+    """What has become of it."""
+
+    healed: bool
+    text: str
+    target: int
+    """Where all would go back to."""
+    figures: dict[str, float] = {}
+    """What it has cost, in steps, if the losses tell: `lag`, `lag_error`; and `behind`, which going back would have cost."""
 
 
 def level(losses: Sequence[float]) -> Level | None:
@@ -48,9 +62,13 @@ class Healer:
         self._healing: Healing | None = None
         self._looked = True
         self._marks: deque[tuple[int, Level]] = deque(maxlen=MARKS)
+        self._course: tuple[Curve, float, float] | None = None
+        """How the loss fell before the repair: its curve over the steps, their middle, and what is left over of its logarithm."""
 
-    def begin(self, healing: Healing | None) -> None:
+    def begin(self, healing: Healing | None, losses: Losses) -> None:
         """A generation is formed: with a guard, or without."""
+        if healing is not None and (self._healing is None or healing.since != self._healing.since):
+            self._course = _course([(at, loss) for at, loss in losses if at < healing.since])
         self._healing, self._looked = healing, False
 
     def told(self, version: int, losses: Losses) -> None:
@@ -107,7 +125,7 @@ class Healer:
 
     # --- afterwards ---
 
-    def judged(self, rank: int, version: int, losses: Losses) -> tuple[bool, str, int] | None:
+    def judged(self, rank: int, version: int, losses: Losses) -> Verdict | None:
         """Whether it has healed, in words, and where all would go back to. None: it is too early, or another rank's affair."""
         healing = self._healing
         if healing is None or healing.judge != rank:
@@ -120,9 +138,28 @@ class Healer:
         self._healing = None
         healed = found[0] <= healing.loss + max(healing.spread, found[1])
         text = f"loss {found[0]:.4g} at step {version}, {healing.loss:.4g} before"
-        return healed, text, healing.target
+        behind = float(healing.since - healing.target)
+        figures = {"behind": behind, "expected": healing.expected, "saved": float(healing.saved)}
+        if healed and (cost := self._cost(healing, losses)) is not None:
+            figures |= {"lag": cost[0], "lag_error": cost[1]}
+            text += (
+                f"; {cost[0]:.0f} ± {cost[1]:.0f} steps behind where it was heading, {healing.expected:.0f} were expected, "
+                f"going back would have cost {behind:.0f}"
+            )
+        return Verdict(healed, text, healing.target, figures)
 
-    def _leapt(self, healing: Healing, version: int, losses: Losses) -> tuple[bool, str, int] | None:
+    def _cost(self, healing: Healing, losses: Losses) -> Level | None:
+        """How many steps the loss is behind its old course by now, and how sure that is; None: the course says nothing."""
+        now = [(at, math.log(loss)) for at, loss in losses if at >= healing.since and loss > 0][-2 * WINDOW :]
+        if self._course is None or len(now) < WINDOW:
+            return None
+        curve, middle, rest = self._course
+        gap = fmean(height - (curve.offset - curve.slope * at) for at, height in now)
+        ahead = fmean(at for at, _ in now) - middle
+        unsure = math.sqrt(rest**2 / len(now) + (curve.error * ahead) ** 2)
+        return gap / curve.slope, unsure / curve.slope
+
+    def _leapt(self, healing: Healing, version: int, losses: Losses) -> Verdict | None:
         """Whether the training is worse now than where all would go back to: then there is nothing to wait for."""
         newest = [loss for at, loss in losses if at >= healing.since >= 0]
         there = self._there(healing, losses)
@@ -132,8 +169,14 @@ class Healer:
         if now <= max(there[0], healing.loss) + FAR * max(healing.spread, there[1]):
             return None
         self._healing = None
-        return (
-            False,
-            f"loss {now:.4g} at step {version}, worse than the {there[0]:.4g} at step {healing.target}",
-            healing.target,
-        )
+        text = f"loss {now:.4g} at step {version}, worse than the {there[0]:.4g} at step {healing.target}"
+        return Verdict(False, text, healing.target)
+
+
+def _course(losses: Losses) -> tuple[Curve, float, float] | None:
+    """None: the loss does not fall for sure, so nobody can say how far behind anything is."""
+    curve = fit([at for at, _ in losses], [loss for _, loss in losses])
+    if curve is None or not curve.falls:
+        return None
+    rest = [math.log(loss) - (curve.offset - curve.slope * at) for at, loss in losses if 0 < loss < math.inf]
+    return curve, fmean(at for at, _ in losses), math.sqrt(fmean(one**2 for one in rest))

@@ -317,7 +317,7 @@ class Rejoiner:
         job._checkpoints.moved(plan.depots)
         job._soundness.watch = plan.back.watch
         job._soundness.went_back(plan.version)
-        job._soundness.healing.begin(plan.healing)
+        job._soundness.begin_healing(plan.healing)
         job._cursor.leave_out(plan.back.skips)
         restore.by_plan(job, plan, self._inherited, self._mender)
         messages.go_on(job._version, hearing_again.exchange(plan, job))

@@ -19,7 +19,9 @@ import torch
 
 from rerail.config import settings_of_rank
 from rerail.errors import JobStopped, StateError, StepInterrupted
+from rerail.rehab.fitter import Fitter
 from rerail.runtime.clock import METRICS, Phase
+from rerail.runtime.plans import Healing
 from rerail.runtime.wire import HEALED, Message, Unsound
 from rerail.session import first_look
 from rerail.session.fabric import fabric
@@ -61,7 +63,7 @@ class Soundness:
         self._on = link is not None and "nan" in listed(settings_of_rank().roll_back)
         self.watch = -1
         """Up to this version the state is looked at before every step."""
-        self.healing = Healer()
+        self.healing, self.fitter = Healer(), Fitter()
         self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
         """The version from which each step began, and its loss."""
 
@@ -77,6 +79,7 @@ class Soundness:
         if math.isfinite(value):
             if name == "loss":
                 self._losses.append((began, value))
+                self.fitter.add(time.monotonic(), value)
                 self.healing.told(began, self._losses)
                 self._judge(began)
             return
@@ -94,12 +97,15 @@ class Soundness:
         found = self.healing.judged(self._job.rank, version, self._losses)
         if found is None or self._job._rejoin is None:
             return
-        healed, text, target = found
-        if not healed:
-            self._tell("healing", version, target, text)
+        if not found.healed:
+            self._tell("healing", version, found.target, found.text)
             return
-        print(f"rerail: the training has healed: {text}", file=sys.stderr, flush=True)
-        self._job._rejoin.note(HEALED, version, text)
+        print(f"rerail: the training has healed: {found.text}", file=sys.stderr, flush=True)
+        self._job._rejoin.note(HEALED, version, found.text, found.figures)
+
+    def begin_healing(self, healing: Healing | None) -> None:
+        """A generation is formed: with a guard behind a repair that is not exact, or without."""
+        self.healing.begin(healing, self._losses)
 
     def _trial(self, began: int) -> bool:
         """Whether this is the step behind a repair that is not exact, and its update is still to come."""
