@@ -30,6 +30,19 @@ def test_survivors_keep_their_steps_and_the_lost_shard_comes_from_its_snapshot(s
     assert style == "pp" or len(set(run.digests.values())) == 1, "all hold one model"
 
 
+@pytest.mark.parametrize("shadow", ["0", "4"])
+def test_a_lost_tensor_parallel_slice_comes_back_alone(start: Start, shadow: str) -> None:
+    env = {**(SHADOWED if shadow != "0" else FAST), "RERAIL_REHAB_SHARE": "0.5", "RERAIL_SHADOW_EVERY": shadow}
+    run = start("tp", "80", "--tell", "--fault", "rest@1@33", ranks=2, env=env)
+    run.finish()
+    (report,) = run.reports()
+    assert (report["rung"], report["fidelity"], report["lost_steps"]) == ("replace_rank", "approximate", 0), report
+    (recovery,) = run.records("recovery")
+    wanted = "its snapshot of step 20" if shadow == "0" else "its shadow of step 32"
+    assert recovery.sources[1].startswith(wanted), recovery
+    assert any("the training has healed" in line for line in run.output), run.told("that it has healed")
+
+
 def test_the_lost_parameters_go_on_where_the_survivors_drift(start: Start) -> None:
     """Snapshots every five steps: by step 33 every rank knows whether a straight line pays. It says so, and it heals."""
     run = start("fsdp", "80", "--tell", *LOST, env={**FAST, "RERAIL_SNAPSHOT_EVERY": "5"})

@@ -48,7 +48,7 @@ def build(style: str, job: rerail.Job) -> tuple[nn.Module, Callable[[torch.Tenso
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif style == "tp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh("cpu", (job.world_size // 2, 2), mesh_dim_names=("data", "tensor"))
         parallelize_module(model, mesh["tensor"], {"4": ColwiseParallel(), "5": RowwiseParallel()})
     elif style == "pp":
         return pipeline(model, job)

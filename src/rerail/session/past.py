@@ -23,7 +23,7 @@ from rerail.session.pieces import Pieces
 if TYPE_CHECKING:
     from rerail.session.job import Job
 
-ROOM = 256 << 20
+ROOM = 64 << 20
 
 
 class Part(NamedTuple):
