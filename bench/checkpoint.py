@@ -288,10 +288,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gib", type=float, default=2.2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", action="store_true", help="only loads from files in memory; no fio is needed")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rerail-bench-", dir=args.folder or Path.cwd()))
     try:
-        figures = large(folder, args.gib, args.repeats) + small(folder, args.repeats)
+        figures = [] if args.memory else large(folder, args.gib, args.repeats) + small(folder, args.repeats)
         figures += from_memory(args.gib, args.repeats)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

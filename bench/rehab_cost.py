@@ -114,7 +114,8 @@ class Readiness:
 def train(args: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    job = rerail.join()
+    torch.set_float32_matmul_precision("high")
+    job = rerail.join(backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None)
     if job.device.type == "cuda" and job.world_size > torch.cuda.device_count():
         os.environ["NCCL_HOSTID"] = f"host-of-rank-{job.rank}"  # two ranks on one GPU
     torch.manual_seed(1)
@@ -139,6 +140,8 @@ def train(args: argparse.Namespace) -> None:
 
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     took(WARM_UP // 2)
+    while job._snapshots._stager is not None and job._snapshots._stager.making_room:
+        time.sleep(0.1)
     ready, chance = Readiness(job, args.style == "pp"), random.Random(args.seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     took(WARM_UP // 2, ready.learn)

@@ -143,7 +143,7 @@ class Healer:
         if healed and (cost := self._cost(healing, losses)) is not None:
             figures |= {"lag": cost[0], "lag_error": cost[1]}
             text += (
-                f"; {cost[0]:.0f} ± {cost[1]:.0f} steps behind where it was heading, {healing.expected:.0f} were expected, "
+                f"; {max(0.0, cost[0]):.0f} ± {cost[1]:.0f} steps behind where it was heading, {healing.expected:.0f} were expected, "
                 f"going back would have cost {behind:.0f}"
             )
         return Verdict(healed, text, healing.target, figures)
