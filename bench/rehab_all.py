@@ -27,11 +27,15 @@ SEEDS = range(4, 9)
 LEAST_S = 40.0
 """With less time left, nothing is begun."""
 MINI = ["--shape", "mini"]
+USABLE = [
+    word for name in ("replica", "stale", "linear", "shadow", "shadow, on", "chosen") for word in ("--method", name)
+]
+"""The ways that a job may use."""
 SETS: dict[str, list[list[str]]] = {
     "ends": [[*MINI, "--to-end", "--seed", str(seed)] for seed in SEEDS],
     "repeated": [[*MINI, "--repeated", "5", "--seed", str(seed)] for seed in SEEDS],
     "settings": [
-        [*MINI, *more, "--seed", str(seed)]
+        [*MINI, *more, *USABLE, "--seed", str(seed)]
         for seed in list(SEEDS)[:3]
         for more in (
             ["--lost", "a quarter of every tensor"],
